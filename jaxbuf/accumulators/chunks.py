@@ -17,7 +17,7 @@ from jaxbuf.core.sizes import check_count
 from jaxbuf.core.types import Dtype
 from jaxbuf.strategies.freshness import Freshness
 
-# What numbers given for each row become.
+# The dtypes of the numbers of each fragment.
 _INTEGERS: dict[str, Dtype] = dict.fromkeys(
     ("version", "session", "worker", "number"), np.dtype("int32")
 )
@@ -56,7 +56,7 @@ class ChunkAccumulator(struct.PyTreeNode):
     Attributes:
         data: Fragments, their versions and sessions, leaves ``[num_workers + waiting, F, ...]``.
         lanes: Records to which worker each row of ``data`` belongs, and which are complete.
-        start: The place of the first fragment in each lane, ``[num_workers + waiting]`` int32; the
+        start: The index of the first fragment in each lane, ``[num_workers + waiting]`` int32; the
             others follow it cyclically.
         number: The number of each worker's last fragment, ``[num_workers]`` int32.
         session: The session of each worker's last fragment, ``[num_workers]`` int32.
@@ -192,10 +192,10 @@ class ChunkAccumulator(struct.PyTreeNode):
 
     @property
     def live(self) -> Bool[Array, "N F"]:
-        """A mask of the places of ``data`` that hold a fragment, ``[num_workers + waiting, F]``."""
+        """A mask of the rows of ``data`` that hold a fragment, ``[num_workers + waiting, F]``."""
         length = self.fragments_per_chunk
-        place = jnp.arange(length, dtype=jnp.int32)[None]
-        return remainder(place - self.start[:, None], length) < self.lanes.held[:, None]
+        position = jnp.arange(length, dtype=jnp.int32)[None]
+        return remainder(position - self.start[:, None], length) < self.lanes.num_rows[:, None]
 
     @program(dtypes=_INTEGERS)
     def set_version(
@@ -220,22 +220,22 @@ class ChunkAccumulator(struct.PyTreeNode):
                 "set_version was called, but nothing limits staleness here; create the accumulator "
                 "with freshness=jaxbuf.Freshness(...)"
             )
-        now = storage.check_rows(version, "version", (), np.int32, "a number")
-        run = None
+        new_version = storage.check_rows(version, "version", (), np.int32, "a number")
+        new_session = None
         if session is not None:
-            run = storage.check_rows(session, "session", (), np.int32, "a number")
-        run = self.learner[1] if run is None else run
-        accumulator = self.replace(learner=jnp.stack([now, run]))
+            new_session = storage.check_rows(session, "session", (), np.int32, "a number")
+        new_session = self.learner[1] if new_session is None else new_session
+        accumulator = self.replace(learner=jnp.stack([new_version, new_session]))
         lane, length = self.lanes.lane, self.fragments_per_chunk
         rank = jnp.arange(length, dtype=jnp.int32)[None]
-        place = remainder(self.start[lane][:, None] + rank, length)
-        versions, sessions = (leaf[lane[:, None], place] for leaf in self.data[1:])
-        old = (rank < self.filled[:, None]) & accumulator._is_stale(versions, sessions)
-        gone = jnp.max(jnp.where(old, rank + 1, 0), axis=1)
+        position = remainder(self.start[lane][:, None] + rank, length)
+        versions, sessions = (leaf[lane[:, None], position] for leaf in self.data[1:])
+        is_stale = (rank < self.filled[:, None]) & accumulator._is_stale(versions, sessions)
+        dropped = jnp.max(jnp.where(is_stale, rank + 1, 0), axis=1)
         return accumulator.replace(
-            lanes=self.lanes.replace(filled=self.filled - gone),
-            start=remainder(self.start.at[lane].add(gone, unique_indices=True), length),
-            stale=self.stale + jnp.sum(gone, dtype=jnp.uint32),
+            lanes=self.lanes.replace(filled=self.filled - dropped),
+            start=remainder(self.start.at[lane].add(dropped, unique_indices=True), length),
+            stale=self.stale + jnp.sum(dropped, dtype=jnp.uint32),
         )
 
     @program(stored=("fragments",), dtypes=_INTEGERS)
@@ -289,26 +289,26 @@ class ChunkAccumulator(struct.PyTreeNode):
         version = jnp.broadcast_to(self.learner[0], (rows,)) if version is None else version
         session = jnp.broadcast_to(self.learner[1], (rows,)) if session is None else session
         offered = jnp.ones((rows,), bool) if mask is None else mask
-        known = offered & (worker >= 0) & (worker < self.num_workers)
-        stale = known & self._is_stale(version, session)
+        assigned = offered & (worker >= 0) & (worker < self.num_workers)
+        stale = assigned & self._is_stale(version, session)
         owner = jnp.arange(self.num_workers, dtype=jnp.int32)[:, None]
-        taken = (known & ~stale)[None] & (worker[None] == owner)
-        row = jnp.where(taken, jnp.arange(rows, dtype=jnp.int32)[None], -1)
+        accepted = (assigned & ~stale)[None] & (worker[None] == owner)  # [W, B]
+        row = jnp.where(accepted, jnp.arange(rows, dtype=jnp.int32)[None], -1)
         latest = jax.lax.cummax(row, axis=1)
-        before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-        last_number = _at(number, before, self.number[:, None])
-        last_session = _at(session, before, self.session[:, None])
+        previous = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+        last_number = _at(number, previous, self.number[:, None])
+        last_session = _at(session, previous, self.session[:, None])
         follows = (number[None] == last_number + 1) & (session[None] == last_session)
-        lanes, target = self.lanes.place(taken, jnp.zeros_like(taken), taken & ~follows)
+        lanes, target = self.lanes.place(accepted, jnp.zeros_like(accepted), accepted & ~follows)
         accumulator = self.replace(
             # Each row belongs to one worker; for all others its target is past the end.
             data=write(
-                self.data, (fragments, version, session), self._turn(jnp.min(target, axis=0))
+                self.data, (fragments, version, session), self._rotated(jnp.min(target, axis=0))
             ),
             lanes=lanes,
             number=_at(number, latest[:, -1], self.number),
             session=_at(session, latest[:, -1], self.session),
-            rejected=self.rejected + jnp.sum(offered & ~known, dtype=jnp.uint32),
+            rejected=self.rejected + jnp.sum(offered & ~assigned, dtype=jnp.uint32),
             stale=self.stale + jnp.sum(stale, dtype=jnp.uint32),
         )
         return accumulator.take()
@@ -318,12 +318,12 @@ class ChunkAccumulator(struct.PyTreeNode):
         """Returns up to ``per_add`` of the waiting chunks, like ``add``."""
         lanes, lane, _, done = self.lanes.take(self.per_add)
         length = self.fragments_per_chunk
-        place = lane[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
-        place = self._turn(place.reshape(-1))
+        row = lane[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
+        row = self._rotated(row.reshape(-1))
         rows = jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), self.data)
         fragments, version, session = jax.tree.map(
             lambda leaf: leaf.reshape(self.per_add, length, *leaf.shape[1:]),
-            storage.read(rows, place),
+            storage.read(rows, row),
         )
         chunks = Chunk(fragments, version[:, 0], session[:, 0])
         return self.replace(lanes=lanes), chunks, done
@@ -384,15 +384,15 @@ class ChunkAccumulator(struct.PyTreeNode):
             return jnp.zeros(version.shape, bool)
         return (version < self.freshness.floor(self.learner[0])) | (session != self.learner[1])
 
-    def _turn(self, target: Int[Array, " R"]) -> Int[Array, " R"]:
-        """Returns where rows of lanes are stored, ``lane * F + place``.
+    def _rotated(self, target: Int[Array, " R"]) -> Int[Array, " R"]:
+        """Returns the rows of the storage, ``lane * F + index``, of these rows of lanes.
 
-        Places in ``target`` count from the start of each lane, which is rotated.
+        ``target`` counts from the first fragment of each lane, which stands at ``start``.
         """
         length = self.fragments_per_chunk
-        lane, place = quotient(target, length), remainder(target, length)
-        turned = lane * length + remainder(storage.select(lane, self.start) + place, length)
-        return jnp.where(lane < self.lanes.count, turned, target)
+        lane, position = quotient(target, length), remainder(target, length)
+        rotated = lane * length + remainder(storage.select(lane, self.start) + position, length)
+        return jnp.where(lane < self.lanes.count, rotated, target)
 
 
 def _at(values: Int[Array, " B"], row: Int[Array, "..."], otherwise: Array) -> Int[Array, "..."]:

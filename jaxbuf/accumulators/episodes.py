@@ -134,11 +134,11 @@ class EpisodeAccumulator(struct.PyTreeNode):
         for name, path in names:
             flag = fields.need(data, path, name, "the example has")
             if not isinstance(flag, jax.Array) or flag.dtype != np.bool_ or flag.ndim != 2:
-                found = "no array"
+                kind = "no array"
                 if isinstance(flag, jax.Array):
-                    found = f"{flag.dtype} of shape {flag.shape[2:]}"
+                    kind = f"{flag.dtype} of shape {flag.shape[2:]}"
                 raise ValueError(
-                    f"{name} is {path!r}, which is {found} in the example; expected one bool"
+                    f"{name} is {path!r}, which is {kind} in the example; expected one bool"
                 )
         return cls(
             data=data,

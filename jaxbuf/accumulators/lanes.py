@@ -21,7 +21,7 @@ class Lanes(struct.PyTreeNode):
     The spare lanes form a queue. When an item is complete, its lane is moved to the queue, and its
     owner is given a free lane from there. An item that is completed while no lane is free is
     refused: its rows are lost, and its owner starts over in the same lane. A whole rollout is
-    placed at once, and no place of a lane is written twice.
+    placed at once, and no row of a lane is written twice.
 
     The queue is a ring of lanes. Beginning at ``head``, it has first the lanes of complete items
     that are waiting, oldest first, and then the free lanes. A completed lane is swapped with the
@@ -32,7 +32,7 @@ class Lanes(struct.PyTreeNode):
         filled: The number of rows in that lane, ``[E]`` int32, less than ``length``.
         line: The spare lanes, ``[W]`` int32.
         rows: The number of rows in each spare lane, ``[W]`` int32; arbitrary for free lanes.
-        head: The place in ``line`` where the queue begins, ``[]`` int32.
+        head: The index in ``line`` where the queue begins, ``[]`` int32.
         waiting: The number of complete items that are waiting, ``[]`` int32.
         counters: The numbers of items completed, of items among them that filled their lane without
             an end, of items refused, and of items dropped, in the order of ``COUNTS``; ``[4]``
@@ -69,56 +69,56 @@ class Lanes(struct.PyTreeNode):
         return self.lane.shape[-1] + self.line.shape[-1]
 
     @property
-    def held(self) -> Int[Array, " L"]:
+    def num_rows(self) -> Int[Array, " L"]:
         """The number of rows in each lane, ``[count]``; 0 for free lanes."""
         order = remainder(jnp.arange(self.line.size, dtype=jnp.int32) - self.head, self.line.size)
         rows = jnp.where(order < self.waiting, self.rows, 0)
-        held = jnp.zeros((self.count,), jnp.int32)
-        return held.at[self.lane].set(self.filled).at[self.line].set(rows)
+        num_rows = jnp.zeros((self.count,), jnp.int32)
+        return num_rows.at[self.lane].set(self.filled).at[self.line].set(rows)
 
     def place(
         self,
-        taken: Bool[Array, "E T"],
+        mask: Bool[Array, "E T"],
         ends: Bool[Array, "E T"],
         begins: Bool[Array, "E T"] | None = None,
     ) -> tuple[Self, Int[Array, "E T"]]:
         """Appends rows to the items of their owners.
 
         Args:
-            taken: A mask of the rows to append, in order of time.
+            mask: A mask of the rows to append, in order of time.
             ends: A mask of the rows that end an item, even if the lane is not full.
             begins: A mask of the rows that begin a new item, so that the incomplete item before
                 them is dropped; None if no row does.
 
         Returns:
-            The new lanes, and the place of each row, ``lane * length + place``. The place is past
-            the end for rows that are not taken, or whose item was refused or dropped. All other
-            places are different.
+            The new lanes, and the row of the storage for each row, ``lane * length + offset``. It
+            is past the end for rows that are masked out, or whose item was refused or dropped. All
+            others are different.
         """
-        ends = taken & ends
-        begins = jnp.zeros_like(taken) if begins is None else taken & begins
-        rank = jnp.cumsum(taken, axis=1, dtype=jnp.int32) - taken.astype(jnp.int32)
-        count = jnp.sum(taken, axis=1, keepdims=True, dtype=jnp.int32)
-        # An item starts at the last row that begins one or follows an end. From there on, a lane is
-        # full every ``length`` rows, and a new item starts.
-        first = -self.filled[:, None]
-        start, stop = jnp.where(begins, rank, first), jnp.where(ends, rank + 1, first)
-        before = _before(jnp.maximum(start, stop), first)
-        since = jnp.maximum(before, start)
-        place = remainder(rank - since, self.length)
-        full = taken & (place == self.length - 1)
+        ends = mask & ends
+        begins = jnp.zeros_like(mask) if begins is None else mask & begins
+        rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - mask.astype(jnp.int32)
+        count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
+        # An item starts at the last row that begins one or follows an end. After it, a new item
+        # starts every ``length`` rows, when a lane is full.
+        open_start = -self.filled[:, None]
+        start, stop = jnp.where(begins, rank, open_start), jnp.where(ends, rank + 1, open_start)
+        before = _largest_before(jnp.maximum(start, stop), open_start)
+        begin = jnp.maximum(before, start)
+        offset = remainder(rank - begin, self.length)
+        full = mask & (offset == self.length - 1)
         complete = full | ends
         dropped = begins & (remainder(rank - before, self.length) != 0)
 
         order = jnp.cumsum(complete.T.reshape(-1), dtype=jnp.int32).reshape(complete.T.shape).T - 1
         accepted = complete & (order < self.line.size - self.waiting)
-        spot = remainder(self.head + self.waiting + order, self.line.size)
+        entry = remainder(self.head + self.waiting + order, self.line.size)
         swapped = jnp.where(accepted, order, -1)
-        lane = self._after(_before(swapped, jnp.full_like(first, -1)))
-        stays = taken & _stays(complete, accepted, begins)
-        target = jnp.where(stays, lane * self.length + place, self.count * self.length)
+        lane = self._lane_after(_largest_before(swapped, jnp.full_like(open_start, -1)))
+        kept = mask & _is_kept(complete, accepted, begins)
+        target = jnp.where(kept, lane * self.length + offset, self.count * self.length)
 
-        spot = jnp.where(accepted, spot, self.line.size).reshape(-1)
+        entry = jnp.where(accepted, entry, self.line.size).reshape(-1)
         events = {
             "complete": complete,
             "cut": full & ~ends,
@@ -128,10 +128,10 @@ class Lanes(struct.PyTreeNode):
         counts = {name: jnp.sum(event, dtype=jnp.uint32) for name, event in events.items()}
         last = jnp.maximum(start, stop).max(axis=1, keepdims=True)
         lanes = self.replace(
-            lane=self._after(swapped.max(1, keepdims=True))[:, 0],
+            lane=self._lane_after(swapped.max(1, keepdims=True))[:, 0],
             filled=remainder(count - last, self.length)[:, 0],
-            line=self.line.at[spot].set(lane.reshape(-1), mode="drop", unique_indices=True),
-            rows=self.rows.at[spot].set(place.reshape(-1) + 1, mode="drop", unique_indices=True),
+            line=self.line.at[entry].set(lane.reshape(-1), mode="drop", unique_indices=True),
+            rows=self.rows.at[entry].set(offset.reshape(-1) + 1, mode="drop", unique_indices=True),
             waiting=self.waiting + jnp.sum(accepted, dtype=jnp.int32),
             counters=self.counters + counters.tally(COUNTS, counts),
         )
@@ -147,13 +147,13 @@ class Lanes(struct.PyTreeNode):
             there is no item; and a mask of the items, since fewer may be waiting.
         """
         row = jnp.arange(rows, dtype=jnp.int32)
-        there = row < self.waiting
-        spot = remainder(self.head + row, self.line.size)
+        is_item = row < self.waiting
+        entry = remainder(self.head + row, self.line.size)
         count = jnp.minimum(self.waiting, rows)
         lanes = self.replace(
             head=remainder(self.head + count, self.line.size), waiting=self.waiting - count
         )
-        return lanes, self.line[spot], jnp.where(there, self.rows[spot], 0), there
+        return lanes, self.line[entry], jnp.where(is_item, self.rows[entry], 0), is_item
 
     def drop(self, owners: Bool[Array, " E"]) -> Self:
         """Drops and counts the incomplete items of these owners."""
@@ -176,7 +176,7 @@ class Lanes(struct.PyTreeNode):
             waiting=jnp.zeros_like(self.waiting),
         )
 
-    def _after(self, order: Int[Array, "E T"]) -> Int[Array, "E T"]:
+    def _lane_after(self, order: Int[Array, "E T"]) -> Int[Array, "E T"]:
         """Returns the lane of each owner after its item with this number joined the queue.
 
         A number of −1 means that none of its items has joined the queue.
@@ -185,12 +185,12 @@ class Lanes(struct.PyTreeNode):
         return jnp.where(order < 0, self.lane[:, None], free)
 
 
-def _before(value: Int[Array, "E T"], first: Int[Array, "E 1"]) -> Int[Array, "E T"]:
+def _largest_before(value: Int[Array, "E T"], first: Int[Array, "E 1"]) -> Int[Array, "E T"]:
     """Returns the largest value before each row; before the first row it is ``first``."""
     return lax.cummax(jnp.concatenate([first, value[:, :-1]], axis=1), axis=1)
 
 
-def _stays(
+def _is_kept(
     complete: Bool[Array, "E T"], accepted: Bool[Array, "E T"], begins: Bool[Array, "E T"]
 ) -> Bool[Array, "E T"]:
     """Returns a mask of the rows whose item is not refused or dropped later in the rollout."""
@@ -213,11 +213,11 @@ def check_line(
     owners: int, length: int, per_add: int | None, waiting: int | None
 ) -> tuple[int, int]:
     """Returns the checked numbers of items to return at a time, and of items that may wait."""
-    hands_out = sizes.check_count("per_add", owners if per_add is None else per_add)
-    line = sizes.check_count("waiting", max(owners, hands_out) if waiting is None else waiting)
-    if hands_out > line:
+    at_a_time = sizes.check_count("per_add", owners if per_add is None else per_add)
+    line = sizes.check_count("waiting", max(owners, at_a_time) if waiting is None else waiting)
+    if at_a_time > line:
         raise ValueError(
-            f"per_add is {hands_out}, but only {line} items may be waiting; make per_add smaller "
+            f"per_add is {at_a_time}, but only {line} items may be waiting; make per_add smaller "
             "or waiting larger"
         )
     if (owners + line) * length > 2**30:
@@ -225,7 +225,7 @@ def check_line(
             f"{owners + line} items of {length} rows are more than 2**30 rows; make them shorter "
             "or waiting smaller"
         )
-    return hands_out, line
+    return at_a_time, line
 
 
 def shapes_of(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
@@ -234,7 +234,7 @@ def shapes_of(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def write(data: PyTree[Array], rows: PyTree[Array], target: Int[Array, "..."]) -> PyTree[Array]:
-    """Writes rows, leaves ``[*target.shape, ...]``, to their places in the storage."""
+    """Writes rows, leaves ``[*target.shape, ...]``, to the rows ``target`` of the storage."""
     written = storage.write(
         jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), data),
         jax.tree.map(lambda leaf: lax.collapse(leaf, 0, target.ndim), rows),

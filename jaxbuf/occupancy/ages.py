@@ -42,14 +42,14 @@ class Ages(Protocol):
         ...
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns whether the items at these slots are in the range."""
+        """Returns a mask of the slots whose items are in the range."""
         ...
 
 
 def clip(bound: int | Int[Array, ""], size: Int[Array, " E"]) -> Int[Array, " E"]:
     """Returns a bound of a slice as a number of items, counted from the earliest."""
-    given = jnp.asarray(bound, jnp.int32)
-    return jnp.clip(jnp.where(given < 0, size + given, given), 0, size)
+    limit = jnp.asarray(bound, jnp.int32)
+    return jnp.clip(jnp.where(limit < 0, size + limit, limit), 0, size)
 
 
 def ring_of(count: Int[Array, " E"], rank: Int[Array, " B"]) -> tuple[Array, Array]:
@@ -67,7 +67,7 @@ class AgeRange:
     """``Ages`` of items that are consecutive in their ring.
 
     Attributes:
-        first: The place in its ring of the earliest item in the range, ``[E]``.
+        first: The index in its ring of the earliest item in the range, ``[E]``.
         count: Number of items in the range in each ring, ``[E]``.
         length: Number of slots of a ring.
     """
@@ -88,7 +88,7 @@ class AgeRange:
         """Returns the items ``start`` to ``stop - 1`` of each ring, as a slice of a list would.
 
         Args:
-            first: The place of the earliest item in each ring.
+            first: The index in each ring of the earliest item.
             size: Number of items in each ring.
             length: Number of slots of a ring.
             start: The first item; negative to count from the newest.
@@ -116,10 +116,10 @@ class AgeRange:
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether the items at these slots are in the range."""
-        env, place = quotient(index, self.length), remainder(index, self.length)
+        env, offset = quotient(index, self.length), remainder(index, self.length)
         first, count = storage.select(env, (self.first, self.count))
         inside = (index >= 0) & (index < self.count.shape[0] * self.length)
-        return inside & (remainder(place - first, self.length) < count)
+        return inside & (remainder(offset - first, self.length) < count)
 
 
 def grid(ages: Ages, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]:
@@ -158,7 +158,7 @@ def spread(
 ) -> Int[Array, " B"]:
     """Returns ranks in ``[0, total)`` for ``B`` rows, as evenly as possible.
 
-    Each rank is given to ``B / total`` rows on average, and always to that number rounded up or
+    Each rank is assigned to ``B / total`` rows on average, and always to that number rounded up or
     down: to at most one row if there are at least as many ranks as rows.
 
     Args:
@@ -169,11 +169,11 @@ def spread(
     """
     rows: Any = words.shape[0] if count is None else jnp.maximum(count, 1)
     row = jnp.arange(words.shape[0], dtype=jnp.int32)
-    some = jnp.maximum(total, 1)
-    # Each row has its own part of the ranks.
-    own = in_part(words, row, jnp.int32(rows), some)
-    rank = jnp.where(some >= rows, own, remainder(row, some))
+    ranks = jnp.maximum(total, 1)
+    # Each row draws from its own stratum of the ranks.
+    stratified = in_part(words, row, jnp.int32(rows), ranks)
+    rank = jnp.where(ranks >= rows, stratified, remainder(row, ranks))
     # A random shift decides which strata are one larger.
-    uneven = jnp.where(some >= rows, remainder(some, rows), remainder(jnp.int32(rows), some)) > 0
-    shift = scale_word(turn, some.astype(jnp.uint32)).astype(jnp.int32)
-    return remainder(rank + jnp.where(uneven, shift, 0), some)
+    uneven = jnp.where(ranks >= rows, remainder(ranks, rows), remainder(jnp.int32(rows), ranks)) > 0
+    shift = scale_word(turn, ranks.astype(jnp.uint32)).astype(jnp.int32)
+    return remainder(rank + jnp.where(uneven, shift, 0), ranks)

@@ -72,7 +72,7 @@ class Bitset(Checked, struct.PyTreeNode):
         return self.replace(nodes=jnp.concatenate(levels), size=size)
 
     def get(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns whether these numbers are members; False for numbers out of range."""
+        """Returns a mask of the numbers that are members; False for numbers out of range."""
         return _get(self.nodes, index, self.capacity)
 
     def set(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
@@ -138,24 +138,26 @@ class Bitset(Checked, struct.PyTreeNode):
         return type(self).create(self.capacity)
 
     def check_valid(self, name: str) -> Iterator[str]:
-        """Yields counts and ranks that are not those of the members."""
-        is_member, before, at = map(np.asarray, _look_up(self))
-        size = int(np.sum(is_member))
-        told = np.asarray(self.size)
-        yield from first_wrong(f"{name}.size", told, told != size, f"{size}, the number of members")
+        """Yields counts and ranks that differ from those of the members."""
+        is_member, before, at = map(np.asarray, _query(self))
+        expected = int(np.sum(is_member))
+        size = np.asarray(self.size)
+        yield from first_wrong(
+            f"{name}.size", size, size != expected, f"{expected}, the number of members"
+        )
         counts = np.concatenate([[0], np.cumsum(is_member)])
         yield from first_wrong(f"{name}.before", before, before != counts, counts)
         slots = np.flatnonzero(is_member)
-        yield from first_wrong(f"{name}.at", at[:size], at[:size] != slots, slots)
+        yield from first_wrong(f"{name}.at", at[:expected], at[:expected] != slots, slots)
 
 
 def _get(nodes: UInt[Array, " P"], index: Int[Array, "..."], capacity: int) -> Bool[Array, "..."]:
-    there = (index >= 0) & (index < capacity)
-    at = (jnp.where(there, index, 0) >> _SHIFT).reshape(-1)
+    in_range = (index >= 0) & (index < capacity)
+    at = (jnp.where(in_range, index, 0) >> _SHIFT).reshape(-1)
     # XLA would read a single word as a slice, which it repeats at each use (see ``core.order``).
-    two = jnp.repeat(at, 2) if index.size == 1 else at
-    word = storage.select(two, nodes)[: at.size].reshape(index.shape)
-    return there & ((word & _bit(index)) != 0)
+    at_least_two = jnp.repeat(at, 2) if index.size == 1 else at
+    word = storage.select(at_least_two, nodes)[: at.size].reshape(index.shape)
+    return in_range & ((word & _bit(index)) != 0)
 
 
 @functools.partial(jax.jit, static_argnames="capacity")
@@ -171,22 +173,22 @@ def _mark(
 def _mark_plainly(
     capacity: int, nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"]
 ) -> UInt[Array, " P"]:
-    there = last_of_each(index) & (index >= 0) & (index < capacity)
-    changes = there & (member != _get(nodes, index, capacity))
+    in_range = last_of_each(index) & (index >= 0) & (index < capacity)
+    changes = in_range & (member != _get(nodes, index, capacity))
     index = jnp.where(changes, index, capacity)
     # A member that leaves adds minus one, since unsigned numbers wrap.
     one = jnp.where(changes, jnp.where(member, jnp.uint32(1), jnp.uint32(2**32 - 1)), 0)
     # Adding or subtracting a bit leaves the other bits of its word unchanged.
     starts = _starts(capacity)[:-1]
-    places = [start + (index >> (_SHIFT * (i + 1))) for i, start in enumerate(starts)]
-    more = [_bit(index) * one, *[one] * (len(starts) - 1)]
-    return nodes.at[jnp.concatenate(places)].add(jnp.concatenate(more))
+    nodes_changed = [start + (index >> (_SHIFT * (i + 1))) for i, start in enumerate(starts)]
+    amounts = [_bit(index) * one, *[one] * (len(starts) - 1)]
+    return nodes.at[jnp.concatenate(nodes_changed)].add(jnp.concatenate(amounts))
 
 
 def _starts(capacity: int) -> tuple[int, ...]:
     """Returns the starts of the words and of each level of counts, and the end of the nodes.
 
-    There are always a bit for ``capacity`` itself, which is never set, and a level of counts.
+    There is always a bit for ``capacity`` itself, which is never set, and a level of counts.
     """
     starts, count = [0], capacity // _WIDTH + 1
     while len(starts) < 3 or count > 1:
@@ -206,17 +208,17 @@ def _counts(nodes: UInt[Array, "..."], level: Int[Array, ""]) -> Int[Array, "...
 
 def _nth_bit(word: UInt[Array, " B"], rank: Int[Array, " B"]) -> Int[Array, " B"]:
     """Returns the position of the ``rank``-th bit that is set."""
-    place = jnp.zeros_like(rank)
+    position = jnp.zeros_like(rank)
     for half in (16, 8, 4, 2, 1):
         low = lax.population_count(word & jnp.uint32((1 << half) - 1)).astype(jnp.int32)
         high = rank >= low
         rank = jnp.where(high, rank - low, rank)
         word = jnp.where(high, word >> jnp.uint32(half), word)
-        place += jnp.where(high, half, 0)
-    return place
+        position += jnp.where(high, half, 0)
+    return position
 
 
 @jax.jit
-def _look_up(members: Bitset) -> tuple[Array, Array, Array]:
+def _query(members: Bitset) -> tuple[Array, Array, Array]:
     index = jnp.arange(members.capacity + 1, dtype=jnp.int32)
     return members.get(index[:-1]), members.before(index), members.at(index[:-1])

@@ -1,4 +1,4 @@
-"""Slots that keep a random sample of all items that ever came."""
+"""Slots that keep a random sample of all items that were ever added."""
 
 from typing import Any, Self
 
@@ -16,11 +16,13 @@ _MANY = 0x7F000000
 
 
 class Lots(Ranking):
-    """Keeps the items that drew the highest lots, and so a random sample of all that came.
+    """Keeps the items with the highest lots, which are random numbers in place of scores.
+
+    The items are therefore a random sample of all items that were ever added.
 
     Attributes:
         words: The words of a PRNG key; each add draws its lots from them and from the number of
-            items that came before, ``[2]`` uint32.
+            items added before, ``[2]`` uint32.
     """
 
     words: UInt[Array, "2"]
@@ -28,11 +30,11 @@ class Lots(Ranking):
     @classmethod
     def create(cls, capacity: int) -> Self:
         """Returns free slots, with the words of ``jax.random.key(0)``."""
-        plain = Ranking.create(capacity)
+        ranking = Ranking.create(capacity)
         return cls(
-            nodes=plain.nodes,
-            arrivals=plain.arrivals,
-            held=plain.held,
+            nodes=ranking.nodes,
+            arrivals=ranking.arrivals,
+            held=ranking.held,
             capacity=capacity,
             words=jnp.zeros((2,), jnp.uint32),
         )
@@ -44,9 +46,9 @@ class Lots(Ranking):
     def place(
         self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
     ) -> tuple[Self, Int[Array, " B"]]:
-        """Draws a lot for each row, and places the rows as their lots say.
+        """Draws a lot for each row, and chooses slots as if the lots were scores.
 
-        If there is a ``score``, these are the lots of items that move here, as by ``stays_by``.
+        A ``score`` has the lots of items that move here from another buffer; see ``stays_by``.
         """
         if score is None:
             key = jax.random.wrap_key_data(self.words, impl="threefry2x32")
@@ -57,16 +59,16 @@ class Lots(Ranking):
         return super().place(rows, mask, score)
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns that no row would be refused for its score, since only lots count."""
+        """Returns all False: scores are ignored."""
         return jnp.zeros(score.shape, bool)
 
     def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
-        """Ignores scores, since only lots count."""
+        """Returns the same slots: scores are ignored."""
         del index, score
         return self
 
     def item_scores(self) -> Float[Array, " N"] | None:
-        """Returns None, since lots say nothing about the items."""
+        """Returns None: lots are not scores."""
         return None
 
     def stays_by(self) -> Float[Array, " N"]:
@@ -74,13 +76,13 @@ class Lots(Ranking):
         return self.score
 
     def continuing(self, old: Any) -> Self:
-        """Returns these empty slots, which go on with the numbers and the key of ``old``."""
+        """Returns these empty slots with the arrival numbers and the key of ``old``."""
         return super().continuing(old).replace(words=old.words)
 
     def clear(self) -> Self:
-        """Returns empty slots. Numbers go on, so that later lots are new ones."""
+        """Returns empty slots. Arrival numbers go on, so that later lots differ."""
         return super().clear().replace(words=self.words.copy())
 
     def metrics(self) -> dict[str, Array]:
-        """Returns nothing, since lots say nothing about the items."""
+        """Returns no metrics: lots are random."""
         return {}

@@ -12,7 +12,7 @@ from jaxbuf.occupancy.ages import Ages, Bound
 
 
 class Occupancy(abc.ABC):
-    """Knows which slots are live; all that a sampler sees of a buffer. An immutable pytree.
+    """The live slots of a buffer, which is all that a sampler sees of it. An immutable pytree.
 
     Attributes:
         capacity: Number of slots.
@@ -65,7 +65,7 @@ class Occupancy(abc.ABC):
 
     @property
     def keeps_order(self) -> bool:
-        """True if the order in which items came is known, so that ``age_range`` works."""
+        """True if the order in which items were added is known, so that ``age_range`` works."""
         return False
 
     def age_range(self, start: Bound, stop: Bound) -> Ages:
@@ -89,12 +89,12 @@ class Occupancy(abc.ABC):
     def item_ages(self) -> UInt[Array, " N"] | None:
         """Returns the number of items added since the one in each slot, arbitrary in empty slots.
 
-        None if the order is not known. By default, items that are gone are not counted.
+        None if the order is not known. By default, removed items are not counted.
         """
-        found = self.in_order()
-        if found is None:
+        ordered = self.in_order()
+        if ordered is None:
             return None
-        order, live = found
+        order, live = ordered
         newer = jnp.cumsum(live[::-1], dtype=jnp.uint32)[::-1] - jnp.uint32(1)
         ages = jnp.zeros((self.num_slots,), jnp.uint32)
         return ages.at[jnp.where(live, order, self.num_slots)].set(newer, mode="drop")
@@ -136,7 +136,7 @@ class Occupancy(abc.ABC):
 
     @property
     def places(self) -> "Occupancy":
-        """The occupancy that gives items their places; another one if this is a subset of it."""
+        """The occupancy that chooses the slots of items: the inner one of a subset, or this one."""
         return self
 
     def with_places(self, places: "Occupancy") -> "Occupancy":
@@ -146,10 +146,10 @@ class Occupancy(abc.ABC):
     def moving(
         self, old: "Occupancy", source: Int[Array, " B"], target: Int[Array, " B"]
     ) -> "Occupancy":
-        """Returns this occupancy with what another one knows of the items that move.
+        """Returns this occupancy with the entries of another one for the items that move.
 
         Args:
-            old: The other occupancy, of the same kind.
+            old: The other occupancy, of the same class.
             source: Its slots, ``[B]``.
             target: Their slots here, ``[B]``; past the end if an item does not stay.
         """
@@ -209,11 +209,11 @@ class ItemOccupancy(Occupancy):
 
         Returns:
             The new occupancy, and a slot for each row ``[B]``, which is the capacity for a row that
-            is masked out, or not kept beside the others of its batch. No slot is given twice.
+            is masked out, or not kept beside the others of its batch. No slot occurs twice.
         """
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns which rows would be refused for their score even if they came alone."""
+        """Returns a mask of the rows that would be refused for their score even if added alone."""
         return jnp.zeros(score.shape, bool)
 
     def continuing(self, old: Any) -> Self:
@@ -229,7 +229,7 @@ class ItemOccupancy(Occupancy):
     def demote(self, index: Int[Array, " B"]) -> Self:
         """Marks the items at ``index`` as retired: they should be overwritten first.
 
-        By default they are not, and items may leave a full buffer while slots of retired ones stay
+        By default they are not, and a full buffer may evict items while slots of retired ones stay
         unused.
         """
         del index

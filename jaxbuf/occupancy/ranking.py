@@ -91,16 +91,16 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         """
         if score is None:
             raise ValueError("Lowest ranks items by their score; pass score=[B] to add")
-        taken = jnp.ones((rows,), bool) if mask is None else mask
-        arrival = self.arrivals + jnp.cumsum(taken, dtype=jnp.uint32) - jnp.uint32(1)
-        count = jnp.sum(taken, dtype=jnp.uint32)
-        rank = jnp.where(taken, to_rank(score), jnp.uint32(0))
+        added = jnp.ones((rows,), bool) if mask is None else mask
+        arrival = self.arrivals + jnp.cumsum(added, dtype=jnp.uint32) - jnp.uint32(1)
+        count = jnp.sum(added, dtype=jnp.uint32)
+        rank = jnp.where(added, to_rank(score), jnp.uint32(0))
         nodes, slot = _place(self.nodes, self.arrivals, self.held, rank, arrival, self.capacity)
         held = jnp.minimum(self.held + count, jnp.uint32(self.capacity))
         return self.replace(nodes=nodes, arrivals=self.arrivals + count, held=held), slot
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns which rows rank below all items while no slot is free, and would be refused."""
+        """Returns a mask of the rows that rank below all items while no slot is free."""
         root = self.nodes[_starts(self.capacity)[-2], 0]
         return (self.size == self.capacity) & (to_rank(score) < root)
 
@@ -139,7 +139,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         return order, self.live(order)
 
     def item_ages(self) -> UInt[Array, " N"]:
-        """Returns the number of items that arrived after the one in each slot, gone or not."""
+        """Returns the number of items that arrived after the one in each slot, removed or not."""
         number = self.generation(jnp.arange(self.capacity, dtype=jnp.int32))
         return self.arrivals - jnp.uint32(1) - number
 
@@ -172,22 +172,22 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
             yield f"{name}.size is {size}; expected at most the capacity, {capacity}"
             return
         slot = np.arange(capacity)
-        again, *seen = _look_again(self)
-        score, scored, number = map(np.asarray, seen)
+        recomputed, *columns = _recomputed(self)
+        score, scored, number = map(np.asarray, columns)
         yield from first_wrong(f"{name}.score", score, np.isnan(score), "a number")
-        free = f"False: there are only {size} items"
-        yield from first_wrong(f"{name}.scored", scored, scored & (slot >= size), free)
+        expected = f"False: there are only {size} items"
+        yield from first_wrong(f"{name}.scored", scored, scored & (slot >= size), expected)
         number = number[:size]
         _, first, inverse = np.unique(number, return_index=True, return_inverse=True)
-        twice = first[inverse] != slot[:size]
+        repeated = first[inverse] != slot[:size]
         yield from first_wrong(
-            f"{name}.generation", number, twice, "a number that no other slot has"
+            f"{name}.generation", number, repeated, "a number that no other slot has"
         )
-        yield from differing(name, self, again, "the lowest of its children")
+        yield from differing(name, self, recomputed, "the lowest of its children")
 
     def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
         """Yields items without a score."""
-        scored = np.asarray(_look_again(self)[2])
+        scored = np.asarray(_recomputed(self)[2])
         wrong = np.asarray(live) & ~scored
         yield from first_wrong(f"{name}.scored", scored, wrong, "True, the slot holds an item")
 
@@ -204,18 +204,18 @@ def score_metrics(
     score: Float[Array, " N"], live: Bool[Array, " N"], size: Int[Array, ""]
 ) -> dict[str, Array]:
     """Returns ``score_min``, ``score_max`` and ``score_mean`` of the live slots; 0 without any."""
-    some, count = size > 0, jnp.maximum(size, 1).astype(jnp.float32)
-    nothing = jnp.float32(0)
+    has_items, count = size > 0, jnp.maximum(size, 1).astype(jnp.float32)
+    zero = jnp.float32(0)
     least = jnp.min(jnp.where(live, score, jnp.inf))
     largest = jnp.max(jnp.where(live, score, -jnp.inf))
     # The mean leaves out infinite scores, since the sum of both infinities is NaN.
-    mean = jnp.sum(jnp.where(live & jnp.isfinite(score), score, nothing) / count)
+    mean = jnp.sum(jnp.where(live & jnp.isfinite(score), score, zero) / count)
     low, high = least == -jnp.inf, largest == jnp.inf
     mean = jnp.where(low | high, jnp.where(low, least, largest), mean)
     return {
-        "score_min": jnp.where(some, least, nothing),
-        "score_max": jnp.where(some, largest, nothing),
-        "score_mean": jnp.where(some & ~(low & high), mean, nothing),
+        "score_min": jnp.where(has_items, least, zero),
+        "score_max": jnp.where(has_items, largest, zero),
+        "score_mean": jnp.where(has_items & ~(low & high), mean, zero),
     }
 
 
@@ -232,7 +232,7 @@ def to_rank(score: jax.Array) -> jax.Array:
 
 
 def is_negative(number: jax.Array) -> jax.Array:
-    """Returns which numbers are below zero, however small."""
+    """Returns a mask of the numbers below zero, however small."""
     return to_rank(number) < jnp.uint32(1 << 31)
 
 
@@ -300,13 +300,13 @@ def _place_plainly(
     rank, arrival = ~falling, arrival[order]
     zero = _zero(arrivals)
     lowest, lowest_rank, lowest_age = _lowest(nodes, rank.shape[0], zero, capacity)
-    free = held.astype(jnp.int32) + row
-    which = jnp.clip(free - capacity, 0, lowest.shape[0] - 1)
-    older = lowest_age[which] < arrival - zero
-    above = (lowest_rank[which] < rank) | ((lowest_rank[which] == rank) & older)
-    evicts = above & (free - capacity < lowest.shape[0])
-    slot = jnp.where(free < capacity, free, lowest[which])
-    slot = jnp.where((rank > 0) & ((free < capacity) | evicts), slot, capacity)
+    next_slot = held.astype(jnp.int32) + row
+    victim = jnp.clip(next_slot - capacity, 0, lowest.shape[0] - 1)
+    older = lowest_age[victim] < arrival - zero
+    outranks = (lowest_rank[victim] < rank) | ((lowest_rank[victim] == rank) & older)
+    evicts = outranks & (next_slot - capacity < lowest.shape[0])
+    slot = jnp.where(next_slot < capacity, next_slot, lowest[victim])
+    slot = jnp.where((rank > 0) & ((next_slot < capacity) | evicts), slot, capacity)
     nodes = _write(nodes, slot, jnp.stack([rank, arrival], axis=-1), zero, capacity)
     return nodes, jnp.zeros_like(slot).at[order].set(slot, unique_indices=True)
 
@@ -325,9 +325,9 @@ def _lowest(
     node = jnp.arange(widths[level], dtype=jnp.int32)
     exists = jnp.ones(node.shape, bool)
     while True:
-        found = nodes.at[starts[level] + node].get(mode="clip")
-        rank = jnp.where(exists, found[:, 0], _FREE)
-        rank, age, node = lax.sort((rank, found[:, 1] - zero, node), num_keys=2)
+        items = nodes.at[starts[level] + node].get(mode="clip")
+        rank = jnp.where(exists, items[:, 0], _FREE)
+        rank, age, node = lax.sort((rank, items[:, 1] - zero, node), num_keys=2)
         rank, age, node = rank[:count], age[:count], node[:count]
         if level == 0:
             return node, rank, age
@@ -368,9 +368,9 @@ def _write(
 
 
 @jax.jit
-def _look_again(
+def _recomputed(
     ranking: Ranking,
 ) -> tuple[Ranking, Float[Array, " N"], Bool[Array, " N"], UInt[Array, " N"]]:
-    """Returns the same items with every node computed again, and what the ranking tells of each."""
+    """Returns the ranking with all nodes recomputed, and each slot's score, mask and generation."""
     slot = jnp.arange(ranking.capacity, dtype=jnp.int32)
     return ranking.recomputed(), ranking.score, ranking.scored, ranking.generation(slot)

@@ -62,12 +62,12 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         del score
         capacity = jnp.uint32(self.capacity)
         if mask is None:
-            rank, taken = jnp.arange(rows, dtype=jnp.uint32), jnp.ones((rows,), bool)
+            rank, added = jnp.arange(rows, dtype=jnp.uint32), jnp.ones((rows,), bool)
             count = jnp.uint32(rows)
         else:
-            rank, taken = jnp.cumsum(mask, dtype=jnp.uint32) - jnp.uint32(1), mask
+            rank, added = jnp.cumsum(mask, dtype=jnp.uint32) - jnp.uint32(1), mask
             count = jnp.sum(mask, dtype=jnp.uint32)
-        stays = taken & (rank + capacity >= count)
+        stays = added & (rank + capacity >= count)
         slot = remainder(self.cursor + rank, capacity).astype(jnp.int32)
         index = jnp.where(stays, slot, self.capacity)
         end = self.cursor + count
@@ -97,7 +97,7 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
     @property
     def keeps_order(self) -> bool:
-        """True: items are in the order of their places."""
+        """True: items are in the order of their slots, from the oldest on."""
         return True
 
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
@@ -121,7 +121,7 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         return order, self.live(order)
 
     def continuing(self, old: Any) -> Self:
-        """Returns this empty ring, with laps that come after those of ``old``."""
+        """Returns this empty ring with later laps than those of ``old``."""
         return self.replace(lap=old.clear().lap)
 
     def clear(self) -> Self:
@@ -134,7 +134,7 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
 
 class QueueRing(Ring):
-    """A ring whose oldest items are taken out, so that any of its slots may be empty."""
+    """A ring whose oldest items are dequeued, so that any of its slots may be empty."""
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""

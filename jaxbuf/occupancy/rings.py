@@ -67,7 +67,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
 
     @property
     def num_envs(self) -> int:
-        """Rings."""
+        """The number of rings, one for each environment."""
         return self.cursor.shape[-1]
 
     @property
@@ -107,8 +107,8 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         Returns:
             The new rings; the destination of each step, ``ring * length + place``, which is past
             the end for rows that are masked out or overwritten by later ones; the slots of windows
-            that are gone or not yet complete again; and the slot of the window that each row
-            completes. A missing slot is past the end. No place and no slot is given twice.
+            that were overwritten or are not yet complete again; and the slot of the window that
+            each row completes. A missing slot is past the end. No place and no slot occurs twice.
         """
         # Unsigned as far as possible, since every conversion is an operation for each ring.
         cursor = self.cursor[:, None]
@@ -118,39 +118,39 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         if mask is None:
             rank = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (self.num_envs, rows))
             count = jnp.full((self.num_envs, 1), rows, jnp.int32)
-            taken = jnp.ones(rank.shape, bool)
+            added = jnp.ones(rank.shape, bool)
         else:
             rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
             count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
-            taken = mask
+            added = mask
         place = remainder(cursor + rank.astype(jnp.uint32), length)
         target = (env.astype(jnp.uint32) * length + place).astype(jnp.int32)
         if mask is not None or rows > self.length:
-            stays = taken & (rank + self.length >= count)
+            stays = added & (rank + self.length >= count)
             target = jnp.where(stays, target, env.size * self.length)
 
-        # Steps are numbered from the first new one. A window ends at each new step if its start is
-        # held now and will still be held once all steps are written.
+        # Steps are numbered from the first new one. A new step completes a window if its first step
+        # is held now, and still held after all new steps are written.
         start = rank - (self.sequence_length - 1)
-        held = jnp.minimum(size + count, self.length)
-        first = count - held + self.ignored
-        complete = taken & (start >= first)
-        completed = self._slot(env, position + start, complete)
+        num_steps = jnp.minimum(size + count, self.length)
+        first = count - num_steps + self.ignored
+        completes = added & (start >= first)
+        completed = self._slot(env, position + start, completes)
         # Windows that start at the last of the new steps are not complete yet.
-        back = jnp.arange(min(rows, self.sequence_length - 1), dtype=jnp.int32)[None]
-        broken = self._slot(env, position + count - 1 - back, back < count)
+        age = jnp.arange(min(rows, self.sequence_length - 1), dtype=jnp.int32)[None]
+        broken = self._slot(env, position + count - 1 - age, age < count)
         if self.ignored:
-            # These are now among the earliest steps, and not broken at the other end.
+            # These windows now start at ignored steps, and are not among the broken ones above.
             start = first - 1 - jnp.arange(min(rows, self.ignored), dtype=jnp.int32)[None]
-            passed = (start >= self.ignored - size) & (start <= count - self.sequence_length)
-            broken = jnp.concatenate([broken, self._slot(env, position + start, passed)], axis=1)
+            ignored = (start >= self.ignored - size) & (start <= count - self.sequence_length)
+            broken = jnp.concatenate([broken, self._slot(env, position + start, ignored)], axis=1)
 
-        more = count[:, 0].astype(jnp.uint32)
-        end = self.cursor + more
+        increase = count[:, 0].astype(jnp.uint32)
+        end = self.cursor + increase
         rings = self.replace(
             cursor=remainder(end, length),
             lap=self.lap + quotient(end, length),
-            held=jnp.minimum(self.held + more, length),
+            held=jnp.minimum(self.held + increase, length),
         )
         return rings, target, broken, completed
 
@@ -163,10 +163,10 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         shorter, longer = sorted((self.sequence_length, sequence_length))
         position, size = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
-        behind = jnp.arange(shorter - 1, longer - 1, dtype=jnp.int32)[None]
-        slots = self._slot(env, position - 1 - behind, behind < size - self.ignored)
-        come, gone = (slots, slots[:, :0])[:: 1 if sequence_length == shorter else -1]
-        return self.replace(sequence_length=sequence_length), come, gone
+        age = jnp.arange(shorter - 1, longer - 1, dtype=jnp.int32)[None]
+        slots = self._slot(env, position - 1 - age, age < size - self.ignored)
+        added, removed = (slots, slots[:, :0])[:: 1 if sequence_length == shorter else -1]
+        return self.replace(sequence_length=sequence_length), added, removed
 
     def window(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
         """Returns where the steps of the windows at ``index`` are, in the indices of ``place``."""
@@ -175,9 +175,9 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return env[:, None] * self.length + remainder(start[:, None] + offset[None], self.length)
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns whether there is a complete window at ``index``."""
+        """Returns a mask of the slots with a complete window."""
         behind = self.age(index)
-        _, _, held = self._of(self.split(index)[0])
+        _, _, held = self._counters(self.split(index)[0])
         inside = (index >= 0) & (index < self.num_envs * self.starts)
         inside &= behind < held.astype(jnp.int32) - self.ignored
         return inside & (behind >= self.sequence_length - 1)
@@ -185,12 +185,12 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
     def age(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns the number of steps after the first step of the windows at ``index``."""
         env, start = self.split(index)
-        return remainder(self._of(env)[0].astype(jnp.int32) - 1 - start, self.length)
+        return remainder(self._counters(env)[0].astype(jnp.int32) - 1 - start, self.length)
 
     def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the lap in which the first step of the window at ``index`` was written."""
         env, start = self.split(index)
-        cursor, lap, _ = self._of(env)
+        cursor, lap, _ = self._counters(env)
         return jnp.where(start < cursor.astype(jnp.int32), lap, lap - jnp.uint32(1))
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
@@ -206,7 +206,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
 
     def locate(self, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns where steps are, in the indices of ``place``; past the end for missing ones."""
-        cursor, lap, held = self._of(env)
+        cursor, lap, held = self._counters(env)
         end = (lap - jnp.uint32(1)) * jnp.uint32(self.length) + cursor
         age = end - jnp.uint32(1) - position
         inside = (env >= 0) & (env < self.num_envs) & (age < held)
@@ -214,9 +214,9 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return jnp.where(inside, env * self.length + place, self.num_envs * self.length)
 
     def holds_step(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns whether there is a step at ``row``, in the indices of ``place``."""
+        """Returns a mask of the rows that hold a step, in the indices of ``place``."""
         env, place = quotient(row, self.length), remainder(row, self.length)
-        cursor, _, held = (x.astype(jnp.int32) for x in self._of(env))
+        cursor, _, held = (x.astype(jnp.int32) for x in self._counters(env))
         oldest = cursor - held
         first = jnp.where(place < cursor, oldest, oldest + self.length)
         inside = (row >= 0) & (row < self.num_envs * self.length)
@@ -238,29 +238,29 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
             most: A static bound.
 
         Returns:
-            The new rings, and the slots whose windows are gone.
+            The new rings, and the slots whose windows were removed.
         """
         position, size = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         offset = jnp.arange(most, dtype=jnp.int32)[None]
         place = position - size + self.ignored + offset
-        # Slots past the last complete window have no mass anyway.
-        gone = (offset < count[:, None]) & (self.ignored + offset < size)
-        left = self.held - count.astype(jnp.uint32)
-        return self.replace(held=left), self._slot(env, place, gone)
+        # Slots past the last complete window are among them, and held no window before.
+        removed = (offset < count[:, None]) & (self.ignored + offset < size)
+        num_steps = self.held - count.astype(jnp.uint32)
+        return self.replace(held=num_steps), self._slot(env, place, removed)
 
     def retract(self, count: Int[Array, " E"]) -> Self:
         """Takes back the newest ``count`` steps of each ring.
 
         A ring that takes back steps moves a lap ahead, so that no generation is used again.
         """
-        more = count.astype(jnp.uint32)
-        borrow = (self.cursor < more).astype(jnp.uint32)
+        steps = count.astype(jnp.uint32)
+        borrow = (self.cursor < steps).astype(jnp.uint32)
         length = jnp.uint32(self.length)
         return self.replace(
-            cursor=self.cursor + borrow * length - more,
+            cursor=self.cursor + borrow * length - steps,
             lap=jnp.where(count > 0, self.lap + jnp.uint32(1) - borrow, self.lap),
-            held=self.held - more,
+            held=self.held - steps,
         )
 
     def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
@@ -268,14 +268,14 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         position = self.cursor.astype(jnp.int32)
         size = jnp.maximum(self.held.astype(jnp.int32) - self.ignored, 0)
         oldest = remainder(position - size, self.length)
-        more = jnp.maximum(size - self.sequence_length + 1, 0)
+        windows = jnp.maximum(size - self.sequence_length + 1, 0)
         first = quotient(oldest + self.period - 1, self.period)
-        last = quotient(oldest + more + self.period - 1, self.period)
+        last = quotient(oldest + windows + self.period - 1, self.period)
         return remainder(first, self.starts), last - first
 
     @property
     def keeps_order(self) -> bool:
-        """True: windows are in the order of their places."""
+        """True: windows are in the order of their first steps."""
         return True
 
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
@@ -290,7 +290,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         yield from first_wrong(f"{name}.held", held, held > self.length, f"at most {self.length}")
 
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
-        """Returns the slots of each ring from its earliest window on, and which hold a window."""
+        """Returns the slots of each ring from its earliest window on, and a mask of live ones."""
         first, _ = self.span()
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         place = first[:, None] + jnp.arange(self.starts, dtype=jnp.int32)[None]
@@ -311,19 +311,19 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         )
 
     def _slot(
-        self, env: Int[Array, "E 1"], place: Int[Array, "E T"], wanted: Bool[Array, "E T"]
+        self, env: Int[Array, "E 1"], place: Int[Array, "E T"], mask: Bool[Array, "E T"]
     ) -> Int[Array, "E T"]:
         """Returns the slots of windows that start at ``place``, at most a lap before the first."""
         start = remainder(place, self.length)
         if self.period > 1:
-            wanted &= remainder(start, self.period) == 0
+            mask &= remainder(start, self.period) == 0
             start = quotient(start, self.period)
-        return jnp.where(wanted, env * self.starts + start, self.num_envs * self.starts)
+        return jnp.where(mask, env * self.starts + start, self.num_envs * self.starts)
 
     def split(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """Returns the ring of each window, and the place of its first step in it."""
         return quotient(index, self.starts), remainder(index, self.starts) * self.period
 
-    def _of(self, env: Int[Array, " B"]) -> tuple[UInt[Array, " B"], ...]:
+    def _counters(self, env: Int[Array, " B"]) -> tuple[UInt[Array, " B"], ...]:
         """Returns the cursors, laps and numbers of steps of these rings."""
         return storage.select(env, (self.cursor, self.lap, self.held))

@@ -31,11 +31,11 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
     The owner of a subset has two duties. A slot that the inner occupancy gives up must be excluded
     in the same step. ``place`` does so for a ring of items, which fills a slot again at once; for
     slots that can be empty in between, such as those of windows, ``replace(inner=...)`` must come
-    with an ``exclude``. And a sampler that draws by masses of its own must be told as well: give
-    excluded slots no mass (``Sampler.on_change``).
+    with an ``exclude``. And a sampler that draws by its own masses must give excluded slots no mass
+    (``Sampler.on_change``).
 
     Attributes:
-        inner: The occupancy that knows the places and generations of items.
+        inner: The occupancy that knows the slots and generations of items.
         members: The slots of the members.
 
     Example:
@@ -65,7 +65,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
 
     @property
     def size(self) -> Int[Array, ""]:
-        """Members."""
+        """The number of members."""
         return self.members.size
 
     def mark(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
@@ -94,7 +94,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return self.replace(inner=inner).include(index), index
 
     def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns which rows the inner occupancy would refuse."""
+        """Returns a mask of the rows that the inner occupancy would refuse."""
         return self.inner.refuses(score)
 
     def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
@@ -102,11 +102,11 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return self.replace(inner=self.inner.rescore(index, score))
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns whether there is a member at ``index``."""
+        """Returns a mask of the slots that are members."""
         return self.members.get(index)
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Returns whether the items with these names are still there, as members."""
+        """Returns a mask of the names whose items are still live members."""
         same = self.inner.generation(slots.index) == slots.generation
         return same & self.members.get(slots.index)
 
@@ -149,13 +149,13 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return self.replace(inner=places)
 
     def moving(self, old: Any, source: Int[Array, " B"], target: Int[Array, " B"]) -> Self:
-        """Returns this subset with the members of another one that move, ``[B]``."""
+        """Returns this subset with those members of ``old`` that move, ``[B]``."""
         return self.replace(members=self.members.set(target, old.members.get(source)))
 
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]] | None:
         """Returns the slots in the order of the inner occupancy, and which are members."""
-        found = self.inner.in_order()
-        return None if found is None else (found[0], self.live(found[0]))
+        ordered = self.inner.in_order()
+        return None if ordered is None else (ordered[0], self.live(ordered[0]))
 
     @property
     def keeps_order(self) -> bool:
@@ -194,7 +194,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return self.members.at(rank)
 
     def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
-        """Yields members that are no items, and problems of the inner occupancy."""
+        """Yields members without an item, and problems of the inner occupancy."""
         slot = jnp.arange(self.num_slots, dtype=jnp.int32)
         wrong = np.asarray(live & ~self.inner.live(slot))
         yield from first_wrong(f"{name}.members", live, wrong, "False, the slot is empty")

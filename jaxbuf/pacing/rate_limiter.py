@@ -28,9 +28,9 @@ _MOST_ITEMS = 2**31 - 1
 _Count = int | Int[Array, ""] | UInt[Array, ""]
 
 
-def _known_counts(_: object, given: dict[str, Any]) -> dict[str, Any]:
+def _check_counts(_: object, arguments: dict[str, Any]) -> dict[str, Any]:
     """Checks counts that are Python or NumPy numbers, which a program could not do."""
-    return {name: _known(value, name) for name, value in given.items()}
+    return {name: _check_count(value, name) for name, value in arguments.items()}
 
 
 class RateLimiter(struct.PyTreeNode):
@@ -123,8 +123,8 @@ class RateLimiter(struct.PyTreeNode):
         if isinstance(tolerance, tuple | list):
             low, high = checks.check_pair("tolerance", tolerance, expected, _are_numbers)
         else:
-            around = checks.check_number("tolerance", tolerance, expected, _are_numbers)
-            low, high = start - around, start + around
+            distance = checks.check_number("tolerance", tolerance, expected, _are_numbers)
+            low, high = start - distance, start + distance
         least = 2 * max(1.0, ratio)
         if not high - low >= least - _ROUNDING:
             raise ValueError(
@@ -152,35 +152,35 @@ class RateLimiter(struct.PyTreeNode):
             range=(low, high),
         )
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be inserted into a buffer that holds ``size``."""
         few = _integer(count, "count") <= self.min_size - _integer(size, "size")
         bound = self.range[1] * self.denominator
         if bound >= _MOST:
             return jnp.ones_like(few)
-        return few | (self._moved(count, self.numerator) <= math.floor(bound + _ROUNDING))
+        return few | (self._shifted(count, self.numerator) <= math.floor(bound + _ROUNDING))
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         enough = _integer(size, "size") >= self.min_size
         bound = self.range[0] * self.denominator
         if bound <= -_MOST:
             return enough & (_integer(count, "count") >= 0)
-        return enough & (self._moved(count, -self.denominator) >= math.ceil(bound - _ROUNDING))
+        return enough & (self._shifted(count, -self.denominator) >= math.ceil(bound - _ROUNDING))
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def inserted(self, count: _Count = 1) -> Self:
         """Returns the limiter after an insert of ``count`` items."""
-        return self._counted(count, self.numerator, 0)
+        return self._after(count, self.numerator, 0)
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def sampled(self, count: _Count = 1) -> Self:
         """Returns the limiter after a sample of ``count`` items."""
-        return self._counted(count, -self.denominator, 1)
+        return self._after(count, -self.denominator, 1)
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor.
 
@@ -205,15 +205,15 @@ class RateLimiter(struct.PyTreeNode):
             most = max(high, self.min_size * ratio) - low
         return math.floor(most + _ROUNDING) if math.isfinite(most) else most
 
-    def _moved(self, count: _Count, step: int) -> Int[Array, ""]:
+    def _shifted(self, count: _Count, step: int) -> Int[Array, ""]:
         """Returns the error after ``count`` changes by ``step``, saturated."""
         count = jnp.minimum(_integer(count, "count"), _MOST // abs(step))
         return jnp.clip(self.error + count * jnp.int32(step), -_MOST, _MOST)
 
-    def _counted(self, count: _Count, step: int, counter: int) -> Self:
+    def _after(self, count: _Count, step: int, counter: int) -> Self:
         number = _integer(count, "count").astype(jnp.uint32)
         return self.replace(
-            error=self._moved(count, step), counters=self.counters.at[counter].add(number)
+            error=self._shifted(count, step), counters=self.counters.at[counter].add(number)
         )
 
 
@@ -293,7 +293,7 @@ class ThroughputLimiter(struct.PyTreeNode):
             ),
         )
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be inserted; True without recent samples."""
         del size
@@ -301,7 +301,7 @@ class ThroughputLimiter(struct.PyTreeNode):
         low = jnp.float32(self.samples_per_insert[0])
         return (samples < 1e-5) | (low * (inserts + _float(count)) <= samples)
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
         """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         inserts, samples = self.counts[0], self.counts[1]
@@ -311,17 +311,17 @@ class ThroughputLimiter(struct.PyTreeNode):
             return enough
         return enough & (samples + _float(count) <= jnp.float32(high) * inserts)
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def inserted(self, count: _Count = 1) -> Self:
         """Returns the limiter after an insert of ``count`` items."""
         return self.replace(counts=self.counts.at[0].add(_float(count)))
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def sampled(self, count: _Count = 1) -> Self:
         """Returns the limiter after a sample of ``count`` items."""
         return self.replace(counts=self.counts.at[1].add(_float(count)))
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def after(self, seconds: float | Float[Array, ""]) -> Self:
         """Returns the limiter ``seconds`` later; a negative time or NaN counts as 0."""
         passed = storage.check_rows(seconds, "seconds", (), np.float32, "one number")
@@ -329,15 +329,15 @@ class ThroughputLimiter(struct.PyTreeNode):
         decay = jnp.exp(passed * jnp.float32(math.log(0.01) / self.window))
         return self.replace(counts=self.counts * decay)
 
-    @program(before=_known_counts)
+    @program(before=_check_counts)
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor: the recent ``inserts`` and ``samples``."""
         return {"inserts": self.counts[..., 0], "samples": self.counts[..., 1]}
 
 
-def _refuse_option(limiter: type, unknown: dict[str, object], known: str) -> NoReturn:
+def _refuse_option(limiter: type, unknown: dict[str, object], options: str) -> NoReturn:
     name, create = next(iter(unknown)), f"{limiter.__name__}.create"
-    raise ValueError(f"{name} was given, but {create} has no use for it; it takes {known}")
+    raise ValueError(f"{name} was given, but {create} has no use for it; it takes {options}")
 
 
 def _check_bounds(name: str, bounds: object) -> tuple[float, float]:
@@ -353,10 +353,10 @@ def _are_numbers(*bounds: float) -> bool:
     return not any(math.isnan(bound) for bound in bounds)
 
 
-def _known(number: object, name: str) -> object:
-    """Checks a number of items if it is a Python or NumPy number, and returns it as int32.
+def _check_count(number: object, name: str) -> object:
+    """Checks a count of items that is a Python or NumPy number, and returns it as int32.
 
-    Anything else is returned as it is, also a number of seconds.
+    Anything else, such as an array or a number of seconds, is returned unchecked.
 
     Raises:
         ValueError: If it is not an integer in ``[0, 2**31 - 1]``.
@@ -378,10 +378,10 @@ def _integer(number: object, name: str) -> Int[Array, ""]:
         ValueError: If it is not an integer, or is a Python or NumPy number outside
             ``[0, 2**31 - 1]``.
     """
-    number = _known(number, name)
-    got = numbers.type_of(number, name)
-    if got.shape:
-        raise ValueError(f"{name} has shape {got.shape}; expected one integer")
+    number = _check_count(number, name)
+    shaped = numbers.type_of(number, name)
+    if shaped.shape:
+        raise ValueError(f"{name} has shape {shaped.shape}; expected one integer")
     array = jnp.asarray(trees.owned(number))
     if array.dtype == np.bool_:
         return array.astype(jnp.int32)

@@ -92,8 +92,8 @@ def gae(
         Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation,
         ICLR 2016, equation 16.
     """
-    known = rewarded.read(window, discount, reward, terminated, truncated)
-    steps = _with_values(known, value, next_value)
+    fields = rewarded.read(window, discount, reward, terminated, truncated)
+    steps = _with_values(fields, value, next_value)
     trace = _number(lambda_, "lambda_", steps)
     advantage = _backwards(steps.reward + steps.following - steps.value, trace, steps)
     return _constant(advantage, steps.value + advantage)
@@ -162,9 +162,9 @@ def vtrace(
         Espeholt et al., IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
         Architectures, ICML 2018, section 4.
     """
-    known = rewarded.read(window, discount, reward, terminated, truncated)
-    steps = _with_values(known, value, next_value)
-    shape, dtype = known.reward.shape, steps.value.dtype
+    fields = rewarded.read(window, discount, reward, terminated, truncated)
+    steps = _with_values(fields, value, next_value)
+    shape, dtype = fields.reward.shape, steps.value.dtype
     ratio = jnp.exp(_rows(log_ratio, "log_ratio", shape, dtype)[:, : steps.value.shape[1]])
     rho = jnp.minimum(ratio, _number(rho_clip, "rho_clip", steps))
     trace = jnp.minimum(ratio, _number(c_clip, "c_clip", steps))
@@ -174,7 +174,7 @@ def vtrace(
     # The target of the next row, unless that row is not there, or of another episode.
     later = jnp.concatenate([target[:, 1:], target[:, :1]], axis=1)
     is_last = jnp.arange(target.shape[1]) == target.shape[1] - 1
-    ends = steps.ended | rewarded.spread(is_last[None], target.shape)
+    ends = steps.ended | rewarded.expand(is_last[None], target.shape)
     following = jnp.where(ends, steps.following, steps.discount * later)
     return _constant(rho * (steps.reward + following - steps.value), target)
 
@@ -215,8 +215,8 @@ def _backwards(delta: Array, trace: Array, steps: _Steps) -> Float[Array, "B M .
 
     def extend(after: Array, row: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         delta, factor, ended = row
-        now = delta + jnp.where(ended, jnp.zeros_like(after), factor * after)
-        return now, now
+        total = delta + jnp.where(ended, jnp.zeros_like(after), factor * after)
+        return total, total
 
     rows = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), (delta, factor, steps.ended))
     _, sums = lax.scan(extend, jnp.zeros_like(rows[0][0]), rows, reverse=True)
@@ -225,8 +225,10 @@ def _backwards(delta: Array, trace: Array, steps: _Steps) -> Float[Array, "B M .
 
 def _rows(array: object, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Returns an array with a number for each step, of the shape of the rewards."""
-    known = shape[:2] if numbers.type_of(array, name).shape == shape[:2] else shape
-    return rewarded.spread(storage.check_rows(array, name, known, dtype, "that of reward"), shape)
+    expected = shape[:2] if numbers.type_of(array, name).shape == shape[:2] else shape
+    return rewarded.expand(
+        storage.check_rows(array, name, expected, dtype, "that of reward"), shape
+    )
 
 
 def _number(number: object, name: str, steps: _Steps) -> Float[Array, ""]:

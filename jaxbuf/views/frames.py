@@ -121,9 +121,9 @@ def stack_frames(
     n = sizes.check_count("n", n)
     if not 1 <= n <= length:
         raise ValueError(f"n is {n} and windows have {length} steps; expected 1 <= n <= {length}")
-    begins_here = jnp.zeros((batch,), bool)
+    begins_window = jnp.zeros((batch,), bool)
     if first is not None:
-        begins_here = storage.check_rows(first, "first", (batch,), np.bool_, "(B,)")
+        begins_window = storage.check_rows(first, "first", (batch,), np.bool_, "(B,)")
     for leaf in jax.tree.leaves(frames):
         _check_axis(axis, leaf.shape[2:])
     checks.check_choice("padding", padding, ("first", "zeros"))
@@ -131,12 +131,12 @@ def stack_frames(
     # The first step of an episode follows the last one of another.
     after_end = jnp.concatenate([jnp.zeros((batch, 1), bool), ends[:, :-1]], axis=1)
     begin = lax.cummax(jnp.where(after_end, step[None], 0), axis=1)
-    back = jnp.arange(1 - n, 1, dtype=jnp.int32)
-    wanted = step[:, None] + back[None]
-    source = jnp.maximum(wanted[None], begin[:, :, None])
-    missing = wanted[None] < begin[:, :, None] if padding == "zeros" else None
+    offset = jnp.arange(1 - n, 1, dtype=jnp.int32)
+    frame_step = step[:, None] + offset[None]
+    source = jnp.maximum(frame_step[None], begin[:, :, None])
+    missing = frame_step[None] < begin[:, :, None] if padding == "zeros" else None
     source += length * jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    complete = (step >= n - 1)[None] | (begin > 0) | begins_here[:, None]
+    complete = (step >= n - 1)[None] | (begin > 0) | begins_window[:, None]
     return FrameStack(
         frames=jax.tree.map(lambda leaf: _take(leaf, source, missing, int(axis)), frames),
         complete=complete,
@@ -151,8 +151,8 @@ def _take(
     rows = storage.read(lax.collapse(leaf, 0, 2), source.reshape(-1))
     stacks = rows.reshape(*source.shape, *frame)
     if missing is not None:
-        gone = missing.reshape(*missing.shape, *(1,) * len(frame))
-        stacks = jnp.where(gone, jnp.zeros_like(stacks), stacks)
+        is_missing = missing.reshape(*missing.shape, *(1,) * len(frame))
+        stacks = jnp.where(is_missing, jnp.zeros_like(stacks), stacks)
     return jnp.moveaxis(stacks, 2, 2 + axis % (len(frame) + 1))
 
 

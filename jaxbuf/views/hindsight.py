@@ -136,7 +136,7 @@ def hindsight(
     checks.check_choice("strategy", strategy, get_args(Strategy))
     if isinstance(fraction, int | float | np.number) or not hasattr(fraction, "dtype"):
         fraction = checks.check_fraction("fraction", fraction)
-    share = storage.check_rows(fraction, "fraction", (), np.float32, "one number")
+    probability = storage.check_rows(fraction, "fraction", (), np.float32, "one number")
     if not callable(reward_fn):
         raise ValueError(f"reward_fn is {checks.name_of(reward_fn)}; expected a function")
     key = check_key(key)
@@ -144,40 +144,40 @@ def hindsight(
     if not isinstance(rewards, jax.Array) or rewards.ndim not in (1, 2):
         shape = jax.tree.map(jnp.shape, rewards)
         raise ValueError(f"reward has shape {shape}; expected (B,) or (B, L)")
-    now = _field(batch, achieved, "achieved")
-    several = isinstance(goal, Sequence) and not isinstance(goal, str | bytes)
-    goals = tuple(goal) if several else (checks.check_field("goal", goal),)
-    asked = [_field(batch, path, "goal") for path in goals]
+    achieved_now = _field(batch, achieved, "achieved")
+    is_sequence = isinstance(goal, Sequence) and not isinstance(goal, str | bytes)
+    goals = tuple(goal) if is_sequence else (checks.check_field("goal", goal),)
+    old_goals = [_field(batch, path, "goal") for path in goals]
     rows = rewards.shape[:1]
     t = _counts(t, "t", rows)
-    look_up, length = _episodes(achieved_goals, now, length, rows)
+    look_up, length = _episodes(achieved_goals, achieved_now, length, rows)
 
     coin_key, row_key, step_key = jax.random.split(key, 3)
-    own = jnp.arange(*rows, dtype=jnp.int32)
-    row = _any_row(row_key, length) if strategy == "random" else own
+    batch_row = jnp.arange(*rows, dtype=jnp.int32)
+    row = _any_row(row_key, length) if strategy == "random" else batch_row
     if strategy == "final":
         step = length - 1
     else:
         first = t if strategy == "future" else jnp.zeros_like(t)
         last = length.at[row].get(mode="clip")
         step = jax.random.randint(step_key, rows, first, last, jnp.int32)
-    coin = jax.random.bernoulli(coin_key, share, rows)
+    coin = jax.random.bernoulli(coin_key, probability, rows)
     relabeled = coin & (t >= 0) & (t < length)
 
     # Rows that are not relabeled may have no such step; the goals read for them are not used.
-    found = look_up(row, jnp.maximum(step, 0))
-    leading = {leaf.shape[:1] for leaf in jax.tree.leaves(found)}
+    new = look_up(row, jnp.maximum(step, 0))
+    leading = {leaf.shape[:1] for leaf in jax.tree.leaves(new)}
     if leading != {rows}:
         raise ValueError(
             f"achieved_goals gives leaves with leading axes {leading}; expected {rows}"
         )
-    for path, old in zip(goals, asked, strict=True):
-        batch = fields.replace(batch, path, _relabel(old, found, rewards.shape, relabeled, path))
-    found = trees.match(now, found)
-    _check_goals(now, found, rewards.shape, f"achieved {achieved!r}")
-    earned = _earned(reward_fn(now, fields.find(batch, goals[0])), rewards)
-    earned = jnp.where(_over(relabeled, rewards), earned, rewards)
-    return fields.replace(batch, reward, earned), relabeled
+    for path, old in zip(goals, old_goals, strict=True):
+        batch = fields.replace(batch, path, _relabel(old, new, rewards.shape, relabeled, path))
+    new = trees.match(achieved_now, new)
+    _check_goals(achieved_now, new, rewards.shape, f"achieved {achieved!r}")
+    new_rewards = _check_rewards(reward_fn(achieved_now, fields.find(batch, goals[0])), rewards)
+    new_rewards = jnp.where(_expand(relabeled, rewards), new_rewards, rewards)
+    return fields.replace(batch, reward, new_rewards), relabeled
 
 
 def _any_row(key: PRNGKeyArray, length: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -191,38 +191,38 @@ def _any_row(key: PRNGKeyArray, length: Int[Array, " B"]) -> Int[Array, " B"]:
 
 def _relabel(
     old: PyTree[Array],
-    found: PyTree[Array],
+    new: PyTree[Array],
     shape: tuple[int, ...],
     relabeled: Bool[Array, " B"],
     path: str,
 ) -> PyTree[Array]:
-    """Returns the goals at ``path``, replaced by the found ones in relabeled rows."""
-    found = trees.match(old, found)
-    _check_goals(old, found, shape, f"goal {path!r}")
+    """Returns the goals at ``path``, replaced by the new ones in relabeled rows."""
+    new = trees.match(old, new)
+    _check_goals(old, new, shape, f"goal {path!r}")
 
     def choose(before: Array, after: Array) -> Array:
         after = after.reshape(shape[:1] + (1,) * (len(shape) - 1) + after.shape[1:])
-        return jnp.where(_over(relabeled, before), jnp.broadcast_to(after, before.shape), before)
+        return jnp.where(_expand(relabeled, before), jnp.broadcast_to(after, before.shape), before)
 
-    return jax.tree.map(choose, old, found)
+    return jax.tree.map(choose, old, new)
 
 
-def _over(mask: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
+def _expand(mask: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
     return jnp.broadcast_to(mask.reshape(-1, *(1,) * (like.ndim - 1)), like.shape)
 
 
 def _episodes(
-    achieved_goals: PyTree[Array] | Lookup, now: PyTree[Array], length: Any, rows: tuple[int, ...]
+    achieved_goals: PyTree[Array] | Lookup, like: PyTree[Array], length: Any, rows: tuple[int, ...]
 ) -> tuple[Lookup, Int[Array, " B"]]:
     """Returns a function that looks up goals, and the number of steps of each episode."""
     if isinstance(achieved_goals, type):
-        given = checks.name_of(achieved_goals)
-        raise ValueError(f"achieved_goals is {given}; expected arrays, or a function")
+        kind = checks.name_of(achieved_goals)
+        raise ValueError(f"achieved_goals is {kind}; expected arrays, or a function")
     if callable(achieved_goals):
         if length is None:
             raise ValueError("achieved_goals is a function; pass length=[B] as well")
         return achieved_goals, _counts(length, "length", rows)
-    goals = numbers.narrow(achieved_goals, "achieved_goals", lambda: now)
+    goals = numbers.narrow(achieved_goals, "achieved_goals", lambda: like)
     stored = numbers.arrays(goals, "achieved_goals")
     shapes = [leaf.shape[:2] for leaf in jax.tree.leaves(stored)]
     if not shapes or any(len(s) < 2 or s[:1] != rows or s != shapes[0] for s in shapes):
@@ -249,18 +249,18 @@ def _counts(value: Any, name: str, rows: tuple[int, ...]) -> Int[Array, " B"]:
 
 
 def _check_goals(
-    goals: PyTree[Array], found: PyTree[Array], shape: tuple[int, ...], name: str
+    goals: PyTree[Array], achieved: PyTree[Array], shape: tuple[int, ...], name: str
 ) -> None:
     """Refuses goals whose structure, shape or dtype differs from that of the achieved goals."""
     got = jax.tree.map(lambda leaf: f"{leaf.dtype} {leaf.shape}", goals)
-    expected = jax.tree.map(lambda leaf: f"{leaf.dtype} {(*shape, *leaf.shape[1:])}", found)
+    expected = jax.tree.map(lambda leaf: f"{leaf.dtype} {(*shape, *leaf.shape[1:])}", achieved)
     if got != expected:
         raise ValueError(
             f"{name} is {got}; expected {expected}, like the rewards and achieved_goals"
         )
 
 
-def _earned(value: Any, rewards: Array) -> Array:
+def _check_rewards(value: Any, rewards: Array) -> Array:
     """Returns the output of a reward function, after checking its shape and dtype."""
     earned = jnp.asarray(numbers.narrow(value, "reward_fn(achieved, goal)", lambda: rewards))
     if earned.shape != rewards.shape or (earned.dtype != rewards.dtype and not earned.weak_type):

@@ -123,11 +123,11 @@ def n_step(
     # Derived from the rewards, so that it varies over the same devices inside shard_map.
     zeros = jnp.zeros_like(rewards[:, :starts])
     steps = jnp.arange(starts, dtype=jnp.int32)
-    nothing = NStep(
+    empty = NStep(
         reward=zeros,
         discount=jnp.ones_like(zeros),
-        bootstrap_index=zeros.astype(jnp.int32) + rewarded.spread(steps[None], zeros.shape),
+        bootstrap_index=zeros.astype(jnp.int32) + rewarded.expand(steps[None], zeros.shape),
     )
     offsets = jnp.arange(n, dtype=jnp.int32)
-    (result, _), _ = lax.scan(extend, (nothing, jnp.ones_like(zeros, bool)), offsets)
+    (result, _), _ = lax.scan(extend, (empty, jnp.ones_like(zeros, bool)), offsets)
     return result

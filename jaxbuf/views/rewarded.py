@@ -1,4 +1,4 @@
-"""Rewards of windows, and the flags that say where a sum of them ends."""
+"""Rewards of windows, and the flags at which a sum of them ends."""
 
 from typing import Any, NamedTuple
 
@@ -47,10 +47,10 @@ def read(
         cuts = _flags(window, truncated, "truncated", rewards.shape)
     dtype: Any = rewards.dtype
     shape = np.shape(discount)
-    known = shape if shape in ((), rewards.shape[:2], rewards.shape) else ()
+    expected = shape if shape in ((), rewards.shape[:2], rewards.shape) else ()
     axes = "one number, or one for each step, (B, L)"
-    factor = storage.check_rows(discount, "discount", known, dtype, axes)
-    factor = spread(factor, rewards.shape) if known else jnp.broadcast_to(factor, rewards.shape)
+    factor = storage.check_rows(discount, "discount", expected, dtype, axes)
+    factor = expand(factor, rewards.shape) if expected else jnp.broadcast_to(factor, rewards.shape)
     return Rewarded(rewards, ends, cuts, factor)
 
 
@@ -58,10 +58,10 @@ def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) 
     flags = _field(window, path, name, jnp.bool_)
     if flags.shape not in (shape, shape[:2]):
         raise ValueError(f"{name} has shape {flags.shape}; expected {shape}, that of reward")
-    return spread(flags, shape)
+    return expand(flags, shape)
 
 
-def spread(field: Array, shape: tuple[int, ...]) -> Array:
+def expand(field: Array, shape: tuple[int, ...]) -> Array:
     """Returns ``[B, L]`` broadcast along the trailing axes of ``shape``."""
     return jnp.broadcast_to(field.reshape(*field.shape, *(1,) * (len(shape) - field.ndim)), shape)
 

@@ -38,20 +38,20 @@ def terminal_states(
         >>> last["state"].tolist(), last["log_reward"].tolist(), valid.tolist()
         ([2, 4], [1, 2], [True, False])
     """
-    given = lengths if mask is None else mask
-    if given is None or (lengths is not None and mask is not None):
+    real = lengths if mask is None else mask
+    if real is None or (lengths is not None and mask is not None):
         raise ValueError("give lengths=[B] or mask=[B, T], one of the two")
-    name, kind, words = "lengths", jnp.integer, "integers"
+    name, kind, expected = "lengths", jnp.integer, "integers"
     if mask is not None:
-        name, kind, words = "mask", jnp.bool_, "bool"
-    given = numbers.array(given, name)
+        name, kind, expected = "mask", jnp.bool_, "bool"
+    real = numbers.array(real, name)
     trajectories = numbers.arrays(trajectories, "trajectories")
-    if not jnp.issubdtype(given.dtype, kind):
-        raise ValueError(f"{name} has dtype {given.dtype}; expected {words}")
+    if not jnp.issubdtype(real.dtype, kind):
+        raise ValueError(f"{name} has dtype {real.dtype}; expected {expected}")
     axes = "(B,)" if mask is None else "(B, T)"
-    if given.ndim != len(axes.split()):
-        raise ValueError(f"{name} has shape {given.shape}; expected {axes}")
-    shape, steps = given.shape, None
+    if real.ndim != len(axes.split()):
+        raise ValueError(f"{name} has shape {real.shape}; expected {axes}")
+    shape, steps = real.shape, None
     for path, leaf in jax.tree_util.tree_leaves_with_path(trajectories):
         if leaf.ndim == 0 or (leaf.shape[: len(shape)] != shape and leaf.shape != shape[:1]):
             raise ValueError(
@@ -67,10 +67,10 @@ def terminal_states(
                 f"{steps} steps; expected (B, T, ...) with the same T in all leaves, or (B,)"
             )
     if mask is None:
-        length = given.astype(jnp.int32)
+        length = real.astype(jnp.int32)
     else:
         step = jnp.arange(1, shape[1] + 1, dtype=jnp.int32)[None]
-        length = jnp.max(jnp.where(given, step, 0), axis=1, initial=0)
+        length = jnp.max(jnp.where(real, step, 0), axis=1, initial=0)
     row = jnp.arange(shape[0], dtype=jnp.int32)
     last = jnp.maximum(length - 1, 0)
 
