@@ -194,13 +194,13 @@ class EpisodeAccumulator(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a structure, shape or dtype differs from the example.
         """
-        steps, taken = self._check(steps, mask)
-        if not taken.shape[1]:
+        steps, added = self._check(steps, mask)
+        if not added.shape[1]:
             return self.take()
-        ends = jnp.zeros(taken.shape, bool)
+        ends = jnp.zeros(added.shape, bool)
         for path in self.flags:
             ends |= fields.find(steps, path)
-        lanes, target = self.lanes.place(taken, ends)
+        lanes, target = self.lanes.place(added, ends)
         return self.replace(data=write(self.data, steps, target), lanes=lanes).take()
 
     @program()

@@ -1,7 +1,7 @@
 """Ranges of items by age, and even draws from a range."""
 
 import dataclasses
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt
@@ -167,7 +167,7 @@ def spread(
         total: Number of ranks.
         count: The number of rows, if only the first ones count; the others are arbitrary.
     """
-    rows: Any = words.shape[0] if count is None else jnp.maximum(count, 1)
+    rows: int | Array = words.shape[0] if count is None else jnp.maximum(count, 1)
     row = jnp.arange(words.shape[0], dtype=jnp.int32)
     ranks = jnp.maximum(total, 1)
     # Each row draws from its own stratum of the ranks.

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -198,11 +198,11 @@ class Blend(KnownSampler):
         ]
         # A sampler that can draw any item draws at least one row. Its support would tell as well,
         # but might cost a pass over all slots.
-        weights = self._scaled_weights(jnp.stack([jnp.any(draw.valid) for draw in draws]))  # [K]
+        weights = self._scaled_weights(jnp.stack([jnp.any(drawn.valid) for drawn in draws]))  # [K]
         row = jnp.arange(batch_size, dtype=jnp.int32)
         chosen = _assign_rows(weights, random_words(own_key, ()), batch_size)  # [B]
-        index = jnp.stack([draw.index for draw in draws])[chosen, row]
-        valid = jnp.stack([draw.valid for draw in draws])[chosen, row]
+        index = jnp.stack([drawn.index for drawn in draws])[chosen, row]
+        valid = jnp.stack([drawn.valid for drawn in draws])[chosen, row]
         probability = self.in_batch(batch_size)._blended(weights, state, index, occupancy)
         return Draw(after(index, probability), probability, valid)
 
@@ -248,7 +248,6 @@ class Blend(KnownSampler):
         return all(sampler.sequential for sampler in self.samplers)
 
     def _pairs(self, state: tuple[State, ...]) -> list[tuple[KnownSampler, State]]:
-        """Returns each sampler with its state."""
         return list(zip(self.samplers, state, strict=True))
 
     def _scaled_weights(self, able: Bool[Array, " K"]) -> Float[Array, " K"]:
@@ -270,7 +269,7 @@ class Blend(KnownSampler):
         return total
 
 
-def _count(weights: Any) -> int:
+def _count(weights: tuple[float, ...] | Varying) -> int:
     """Returns the number of weights, which may vary."""
     if not isinstance(weights, Varying):
         return len(weights)
@@ -279,7 +278,7 @@ def _count(weights: Any) -> int:
     return len(weights.value) if np.ndim(weights.value) == 1 else 0
 
 
-def _check_part(name: str, sampler: Any) -> None:
+def _check_part(name: str, sampler: object) -> None:
     """Checks that a sampler can be blended with others.
 
     Raises:
@@ -323,7 +322,7 @@ def _assign_rows(weights: Float[Array, " K"], word: UInt[Array, ""], rows: int) 
     return shard_of(end, point * end[-1])[0]
 
 
-def _scattered_angles(rows: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def _scattered_angles(rows: int) -> NDArray[np.uint32]:
     """Returns equal distances on a circle of 2**32, with those of neighboring rows far apart."""
     step = max(round(_GOLDEN * rows), 1)
     while math.gcd(step, rows) > 1:

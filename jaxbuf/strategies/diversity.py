@@ -8,7 +8,7 @@ References:
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +128,8 @@ class Diversity(Part):
             lambda x: x == 0 or x >= 0.01,
         )
         object.__setattr__(self, "p", p)
-        if isinstance(self.field, list):
-            object.__setattr__(self, "field", tuple(cast("list[Field]", self.field)))
+        field: object = self.field
+        object.__setattr__(self, "field", tuple(field) if isinstance(field, list) else field)
         for part in _parts(self.field):
             if not (isinstance(part, str) or callable(part)):
                 raise ValueError(
@@ -380,10 +380,10 @@ def _near_added(
     return lax.fori_loop(0, steps, tile, none)[:rows]
 
 
-def _parts(field: Any) -> tuple[Any, ...]:
+def _parts(field: Field | tuple[Field, ...] | None) -> tuple[Field, ...]:
     if field is None:
         return ()
-    return cast("tuple[Any, ...]", field) if isinstance(field, tuple) else (field,)
+    return field if isinstance(field, tuple) else (field,)
 
 
 def _get(item: PyTree[Array], part: Field) -> PyTree[Array]:

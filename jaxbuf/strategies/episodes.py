@@ -370,18 +370,18 @@ class EpisodeIndex(struct.PyTreeNode):
             steps: The stored steps, leaves ``[E * N, ...]``.
         """
         row = rings.locate(env, position)
-        held = row < self.behind.size
-        behind = jnp.where(held, self.steps_before(row), 0)
-        back = behind.astype(jnp.uint32)
+        live = row < self.behind.size
+        behind = jnp.where(live, self.steps_before(row), 0)
+        steps_back = behind.astype(jnp.uint32)
         earliest = (rings.end - rings.held).at[env].get(mode="clip")
         return Episode(
-            begin=position - back,
-            held_begin=position - jnp.minimum(back, position - earliest),
-            to_end=jnp.where(held, self._to_end(rings, env, position, row), -1),
-            is_first=held & (behind == 0),
-            is_last=held & self._ended(rings, env, position),
+            begin=position - steps_back,
+            held_begin=position - jnp.minimum(steps_back, position - earliest),
+            to_end=jnp.where(live, self._to_end(rings, env, position, row), -1),
+            is_first=live & (behind == 0),
+            is_last=live & self._ended(rings, env, position),
             last_terminated=position
-            - jnp.where(held, self._terminated(row, steps), 0).astype(jnp.uint32),
+            - jnp.where(live, self._terminated(row, steps), 0).astype(jnp.uint32),
             value=returns_at(self.episodes.returns_by, self._recorded, rings, env, position, row)
             if self.episodes.record_return
             else None,

@@ -144,9 +144,9 @@ class Sampler(Movable, abc.ABC):
         Returns:
             The new state and the draw, by default those of ``on_draw`` and ``draw``.
         """
-        draw = self.draw(state, key, batch_size, occupancy)
-        index = jnp.where(draw.valid, draw.index, occupancy.capacity)
-        return self.on_draw(state, index), draw
+        drawn = self.draw(state, key, batch_size, occupancy)
+        index = jnp.where(drawn.valid, drawn.index, occupancy.capacity)
+        return self.on_draw(state, index), drawn
 
     def on_draw(self, state: State, index: Int[Array, " B"]) -> State:
         """Updates the state after ``next_batch`` drew items; by default it does not change.

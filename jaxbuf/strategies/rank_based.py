@@ -7,7 +7,7 @@ References:
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,15 +43,6 @@ class RankState(struct.PyTreeNode):
     values: SegmentTree
     masses: SegmentTree
     changes: Int[Array, ""]
-
-    @classmethod
-    def create(cls, capacity: int) -> Self:
-        """Creates the state without items."""
-        return cls(
-            values=SegmentTree.create(capacity, ops=("max",)),
-            masses=SegmentTree.create(capacity, ops=("sum", "min_positive")),
-            changes=jnp.int32(0),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +119,11 @@ class RankBased(KnownSampler):
 
     def init(self, capacity: int) -> RankState:
         """Returns the state without items."""
-        return RankState.create(capacity)
+        return RankState(
+            values=SegmentTree.create(capacity, ops=("max",)),
+            masses=SegmentTree.create(capacity, ops=("sum", "min_positive")),
+            changes=jnp.int32(0),
+        )
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the finite priorities of at least 0, or the scores that are not NaN."""

@@ -203,9 +203,9 @@ class Recent(KnownSampler):
     def _recent_rows(self, batch_size: int) -> Any:
         """Returns the number of recent rows, an integer or a traced one."""
         rows = self.ratio * batch_size + 0.5
-        return (
-            jnp.floor(rows).astype(jnp.int32) if isinstance(rows, jax.Array) else math.floor(rows)
-        )
+        if isinstance(rows, jax.Array):
+            return jnp.floor(rows).astype(jnp.int32)
+        return math.floor(rows)
 
     def _draw_varying(
         self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
@@ -248,7 +248,7 @@ def _mixed(
     return jnp.where(recent.contains(index), share, 0.0) + jnp.float32(1.0 - ratio) * base
 
 
-def _alternate(rows: int, rings: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _alternate(rows: int, rings: int) -> NDArray[np.int32]:
     """Returns an order in which rows that are sorted by ring alternate between the rings."""
     each = rows // rings
     turns = np.arange(each * rings, dtype=np.int32).reshape(rings, each).T.reshape(-1)

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -332,7 +332,7 @@ def _batched_fill(recurrence: Recurrence) -> Callable[..., Array]:
     call = custom_vmap(functools.partial(_fill, recurrence))
 
     @call.def_vmap
-    def _(axis_size: int, batched: list[bool], *args: Array) -> Any:
+    def _(axis_size: int, batched: list[bool], *args: Array) -> tuple[Array, bool]:
         # Treat the rings of all buffers as one set: a batched loop would select whole arrays.
         merged = [
             (arg if is_batched else jnp.broadcast_to(arg, (axis_size, *arg.shape))).reshape(

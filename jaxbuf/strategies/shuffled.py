@@ -37,11 +37,6 @@ class Pass(struct.PyTreeNode):
     marks: Bitset
     passes: UInt[Array, ""]
 
-    @classmethod
-    def create(cls, capacity: int) -> Self:
-        """Creates a pass over no items."""
-        return cls(marks=Bitset.create(2 * capacity), passes=jnp.uint32(0))
-
     @property
     def capacity(self) -> int:
         """The number of slots."""
@@ -152,7 +147,7 @@ class Shuffled(Sampler):
         """Returns the first pass, over no items."""
         if capacity >= 2**30:
             raise ValueError(f"{self} goes over fewer than 2**30 slots, but there are {capacity}")
-        return Pass.create(capacity)
+        return Pass(marks=Bitset.create(2 * capacity), passes=jnp.uint32(0))
 
     def on_change(
         self,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -30,11 +30,6 @@ class Visits(struct.PyTreeNode):
 
     last: UInt[Array, " N"]
     batches: UInt[Array, ""]
-
-    @classmethod
-    def create(cls, capacity: int) -> Self:
-        """Creates visits of no items."""
-        return cls(last=jnp.zeros((capacity,), jnp.uint32), batches=jnp.uint32(0))
 
     @property
     def age(self) -> Float[Array, " N"]:
@@ -103,7 +98,7 @@ class Staleness(KnownSampler):
 
     def init(self, capacity: int) -> Visits:
         """Returns visits of no items."""
-        return Visits.create(capacity)
+        return Visits(last=jnp.zeros((capacity,), jnp.uint32), batches=jnp.uint32(0))
 
     def on_change(
         self,
@@ -164,7 +159,6 @@ class Staleness(KnownSampler):
         return not (self.stratified and self.replacement)
 
     def _probabilities(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:
-        """Returns the probability of each slot."""
         mass = self._masses(state, occupancy)
         return over(mass, jnp.sum(mass))
 

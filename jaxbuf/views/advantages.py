@@ -1,6 +1,6 @@
 """Advantages and value targets of windows: GAE and V-trace."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.core import describe, numbers, storage
 from jaxbuf.core.program import program
+from jaxbuf.core.types import Dtype
 from jaxbuf.views import rewarded
 
 
@@ -192,7 +193,7 @@ class _Steps(NamedTuple):
 
 def _with_values(steps: rewarded.Rewarded, value: object, next_value: object) -> _Steps:
     shape = steps.reward.shape
-    dtype: Any = numbers.type_of(value, "value").dtype
+    dtype: Dtype = numbers.type_of(value, "value").dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"value has dtype {dtype}; expected a floating dtype")
     values = _rows(value, "value", shape, dtype)
@@ -223,7 +224,7 @@ def _backwards(delta: Array, trace: Array, steps: _Steps) -> Float[Array, "B M .
     return jnp.moveaxis(sums, 0, 1)
 
 
-def _rows(array: object, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+def _rows(array: object, name: str, shape: tuple[int, ...], dtype: Dtype) -> Array:
     """Returns an array with a number for each step, of the shape of the rewards."""
     expected = shape[:2] if numbers.type_of(array, name).shape == shape[:2] else shape
     return rewarded.expand(

@@ -212,7 +212,10 @@ def _expand(mask: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
 
 
 def _episodes(
-    achieved_goals: PyTree[Array] | Lookup, like: PyTree[Array], length: Any, rows: tuple[int, ...]
+    achieved_goals: PyTree[Array] | Lookup,
+    like: PyTree[Array],
+    length: object,
+    rows: tuple[int, ...],
 ) -> tuple[Lookup, Int[Array, " B"]]:
     """Returns a function that looks up goals, and the number of steps of each episode."""
     if isinstance(achieved_goals, type):
@@ -239,7 +242,7 @@ def _episodes(
     return look_up, jnp.minimum(_counts(length, "length", rows), steps)
 
 
-def _counts(value: Any, name: str, rows: tuple[int, ...]) -> Int[Array, " B"]:
+def _counts(value: object, name: str, rows: tuple[int, ...]) -> Int[Array, " B"]:
     array = numbers.array(value, name)
     if array.shape != rows or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
@@ -260,7 +263,7 @@ def _check_goals(
         )
 
 
-def _check_rewards(value: Any, rewards: Array) -> Array:
+def _check_rewards(value: object, rewards: Array) -> Array:
     """Returns the output of a reward function, after checking its shape and dtype."""
     earned = jnp.asarray(numbers.narrow(value, "reward_fn(achieved, goal)", lambda: rewards))
     if earned.shape != rewards.shape or (earned.dtype != rewards.dtype and not earned.weak_type):

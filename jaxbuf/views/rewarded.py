@@ -1,12 +1,13 @@
 """Rewards of windows, and the flags at which a sum of them ends."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.core import fields, numbers, storage
+from jaxbuf.core.types import Dtype, Numbers
 
 
 class Rewarded(NamedTuple):
@@ -27,7 +28,7 @@ class Rewarded(NamedTuple):
 
 def read(
     window: PyTree[Array],
-    discount: Any,
+    discount: Numbers,
     reward: str,
     terminated: str,
     truncated: str | None,
@@ -37,7 +38,7 @@ def read(
     Raises:
         ValueError: If a field is missing, or has the wrong shape or dtype.
     """
-    rewards = _field(window, reward, "reward", jnp.floating)
+    rewards = _field(window, reward, "reward", np.floating)
     if rewards.ndim < 2:
         raise ValueError(f"reward has shape {rewards.shape}; expected (B, L)")
     ends = _flags(window, terminated, "terminated", rewards.shape)
@@ -45,7 +46,7 @@ def read(
     cuts = jnp.zeros(rewards.shape, bool)
     if truncated is not None:
         cuts = _flags(window, truncated, "truncated", rewards.shape)
-    dtype: Any = rewards.dtype
+    dtype: Dtype = rewards.dtype
     shape = np.shape(discount)
     expected = shape if shape in ((), rewards.shape[:2], rewards.shape) else ()
     axes = "one number, or one for each step, (B, L)"
@@ -55,7 +56,7 @@ def read(
 
 
 def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) -> Array:
-    flags = _field(window, path, name, jnp.bool_)
+    flags = _field(window, path, name, np.bool_)
     if flags.shape not in (shape, shape[:2]):
         raise ValueError(f"{name} has shape {flags.shape}; expected {shape}, that of reward")
     return expand(flags, shape)
@@ -66,9 +67,9 @@ def expand(field: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(field.reshape(*field.shape, *(1,) * (len(shape) - field.ndim)), shape)
 
 
-def _field(window: PyTree[Array], path: str, name: str, kind: Any) -> Array:
+def _field(window: PyTree[Array], path: str, name: str, kind: type[np.generic]) -> Array:
     array = numbers.array(fields.need(window, path, name, "the window has"), name)
     if not jnp.issubdtype(array.dtype, kind):
-        expected = "bool" if kind is jnp.bool_ else "a floating dtype"
+        expected = "bool" if kind is np.bool_ else "a floating dtype"
         raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
     return array
