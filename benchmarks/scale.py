@@ -35,7 +35,7 @@ import numpy as np
 import jaxbuf
 from benchmarks.devices import collectives, markdown
 from jaxbuf.strategies.prioritized import MassSummary
-from jaxbuf.wrappers.sharded.exchange import at_once, places, width_of_round
+from jaxbuf.wrappers.sharded.exchange import at_once, local_order, width_of_round
 
 COMPILED = (8, 16, 32, 64)
 DEVICES = (8, 64, 512, 4096)
@@ -210,7 +210,7 @@ def times(shards: Sequence[int] = DEVICES, batches: Sequence[int] = BATCHES) -> 
             @jax.jit
             def targets(known: Any, key: Any, count: int = count, rows: int = rows) -> Any:
                 drawn = sampler.targets(known, key, rows, 2**14 * count)
-                return drawn.point, places(drawn.shard, count)
+                return drawn.point, local_order(drawn.shard, count)
 
             took = [
                 seconds(targets, known, jax.random.key(0)),

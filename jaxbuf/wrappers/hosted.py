@@ -180,7 +180,7 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether at least ``batch_size`` items, or windows, can be drawn."""
-        return self.read(lambda buffer, wanted: buffer.can_sample(wanted), batch_size)
+        return self.read(lambda buffer, count: buffer.can_sample(count), batch_size)
 
     def apply(
         self, function: Callable[..., tuple[Any, Result]], *arguments: PyTree
@@ -209,7 +209,7 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
             >>> steps.data.tolist(), int(rings.size)
             ([[0, 1], [3, 4]], 2)
         """
-        arguments = self._here("apply", arguments)
+        arguments = self._on_host("apply", arguments)
         with _no_mesh():
             buffer, result = function(self.buffer, *arguments)
         return self.replace(buffer=buffer), result
@@ -229,7 +229,7 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
             >>> rings.read(lambda buffer: buffer.end_position).tolist()
             [3, 3]
         """
-        arguments = self._here("read", arguments)
+        arguments = self._on_host("read", arguments)
         with _no_mesh():
             return function(self.buffer, *arguments)
 
@@ -247,22 +247,24 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
                 another transformation, or if the rows of a sample cannot be split equally among the
                 devices of ``to``.
         """
-        arguments = self._here(operation.name, arguments)
+        arguments = self._on_host(operation.name, arguments)
         if operation.slots is not None:
             check_slots(arguments[operation.slots], operation.slots)
         if operation.rows is not None and operation.changes:
-            # Afterwards the buffer would be gone.
+            # A later error would come after the buffer was donated.
             self._check_rows(check_batch_size(arguments[operation.rows]))
         args, options = operation.split(arguments)
-        send = self._send if operation.rows is not None else lambda out: out
+        if operation.changes:
+            options["donate"] = donate
+        send = self._send if operation.rows is not None else lambda result: result
         with _no_mesh():
-            if not operation.changes:
-                return send(doors.call(operation.declared, self.buffer, *args, **options))
-            out = doors.call(operation.declared, self.buffer, *args, donate=donate, **options)
-        if not isinstance(out, tuple):
-            return self._with(out)
-        buffer, more = out
-        return self._with(buffer), send(more)
+            result = doors.call(operation.declared, self.buffer, *args, **options)
+        if not operation.changes:
+            return send(result)
+        if not isinstance(result, tuple):
+            return self._with(result)
+        buffer, result = result
+        return self._with(buffer), send(result)
 
     @property
     def hyperparameters(self) -> dict[str, Array]:
@@ -282,7 +284,7 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
         self._check_rows(sample.valid.shape[0])
         return jax.device_put(sample, self.to)
 
-    def _here(self, method: str, tree: PyTree) -> PyTree:
+    def _on_host(self, method: str, tree: PyTree) -> PyTree:
         """Returns the tree with its arrays on the CPU device.
 
         Raises:
@@ -299,9 +301,9 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
 
         # With a device instead of a sharding, an array that is split over a mesh with explicit axes
         # would keep its sharding in its type.
-        here = jax.sharding.SingleDeviceSharding(self.device)
+        host = jax.sharding.SingleDeviceSharding(self.device)
 
-        def bring(leaf: object) -> object:
+        def move(leaf: object) -> object:
             if not isinstance(leaf, jax.Array):
                 return leaf
             if not leaf.is_fully_addressable:
@@ -309,9 +311,9 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
                     f"{method} got an array on devices of other processes; pass the rows that are "
                     "on this process, such as those of its addressable_shards"
                 )
-            return jax.device_put(leaf, here)
+            return jax.device_put(leaf, host)
 
-        return jax.tree.map(bring, tree)
+        return jax.tree.map(move, tree)
 
     def _check_rows(self, rows: int) -> None:
         """Checks that a batch can be split among the devices of ``to``.
@@ -330,7 +332,7 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
 
 
 def _no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context without the mesh of ``jax.set_mesh``, on which the buffer is not."""
+    """Returns a context without the mesh of ``jax.set_mesh``, which is not that of the buffer."""
     if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))

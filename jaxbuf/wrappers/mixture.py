@@ -41,7 +41,7 @@ from jaxbuf.core.types import Function
 from jaxbuf.strategies.episodes import Episode
 from jaxbuf.strategies.protocols import Sampler, Support
 
-# What to say if no part is able to do what an operation needs.
+# The ends of errors, by the ability that an operation needs and no part has.
 _MISSING = {
     "priorities": "has priorities; create one of them with sampler=jaxbuf.Prioritized(...)",
     "contents": "is an ItemBuffer or a TrajectoryBuffer, whose contents can be looked up and "
@@ -127,7 +127,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         for i, part in enumerate(parts):
             if not as_buffer(part).is_queue:
                 check_options(part, "sample", {}, f"buffers[{i}]")
-            _check_whole(part, f"buffers[{i}]")
+            _check_part_kind(part, f"buffers[{i}]")
         if sum(weights) <= 0:
             raise ValueError(
                 f"ratios is {weights}; expected finite numbers of at least 0, not all 0"
@@ -137,7 +137,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         leaves = [id(leaf) for leaf in jax.tree.leaves(parts)]
         if len(set(leaves)) < len(leaves):
             raise ValueError("buffers share memory, so they cannot be donated; pass copies")
-        _check_alike(parts)
+        _check_samples_alike(parts)
         return cls(parts=parts, ratios=tuple(w / sum(weights) for w in weights))
 
     @property
@@ -179,15 +179,15 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         A part that gives no row to a batch so small has its ratio as its share.
         """
         counts = self.counts(rows) if rows else [0] * len(self.parts)
-        found: list[Share] = []
+        shares: list[Share] = []
         for part, ratio, count in zip(self.parts, self.ratios, counts, strict=True):
-            known, fraction = as_buffer(part), count / rows if count else ratio
-            if known.is_queue:
-                found.append(Share(None, part.capacity, fraction))
+            buffer, fraction = as_buffer(part), count / rows if count else ratio
+            if buffer.is_queue:
+                shares.append(Share(None, part.capacity, fraction))
             else:
-                inner = known.shares(count)
-                found += [one._replace(fraction=one.fraction * fraction) for one in inner]
-        return found
+                inner = buffer.shares(count)
+                shares += [share._replace(fraction=share.fraction * fraction) for share in inner]
+        return shares
 
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether every part can fill its rows of a batch, and has at least one item.
@@ -201,7 +201,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         else:
             rows = storage.check_rows(batch_size, "batch_size", (), np.int32, "a number")
             doubled = jnp.broadcast_to(2 * jnp.maximum(rows, 0).astype(jnp.uint32), len(self.parts))
-            shares = jnp.asarray(self._shares, jnp.uint32)
+            shares = jnp.asarray(self._shares, jnp.uint32)  # [P]
             # The high and low halves of the 64-bit product.
             whole, rest = scale_word(doubled, shares).astype(jnp.int32), doubled * shares
             counts = jnp.maximum(_largest_remainders(rows, whole, rest), 1)
@@ -222,8 +222,8 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         """Checks that each part can ever hold its share of so many items, or windows."""
         for i, count in enumerate(self.counts(rows)):
             if self.ratios[i] > 0:
-                more = f"{asks}, of which parts[{i}] gives {count}"
-                as_buffer(self.parts[i]).check_room(more, max(count, 1), sequence_length)
+                part_asks = f"{asks}, of which parts[{i}] gives {count}"
+                as_buffer(self.parts[i]).check_room(part_asks, max(count, 1), sequence_length)
 
     def check_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``add``, after the checks of the part that gets them."""
@@ -241,7 +241,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         i = self._check_part(options.pop("part", None))
         check_options(self.parts[i], "insert", options, f"parts[{i}]")
         buffer, slots = self._slotted(i).insert(items, **options)
-        return self.replace_part(i, buffer), self._numbered(i, slots)
+        return self.replace_part(i, buffer), self._global_slots(i, slots)
 
     @property
     def hyperparameters(self) -> dict[str, Array]:
@@ -254,9 +254,9 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
 
     def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``set_hyperparameters``, after the checks of the part."""
-        named = dict(arguments)
-        i = self._check_part(named.pop("part", None))
-        return {**as_buffer(self.parts[i]).check_hyperparameters(named), "part": i}
+        options = dict(arguments)
+        i = self._check_part(options.pop("part", None))
+        return {**as_buffer(self.parts[i]).check_hyperparameters(options), "part": i}
 
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: Any
@@ -348,11 +348,11 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             ...     return buffer.add(numbers)
             >>> parts = [passes(jnp.arange(6)), passes(jnp.array([10, 11]))]
             >>> mixture = jaxbuf.Mixture.create(parts, [3, 1])
-            >>> found = []
+            >>> drawn = []
             >>> for key in jax.random.split(jax.random.key(0), 2):
             ...     mixture, batch = jaxbuf.next_batch(mixture, key, 4)
-            ...     found += batch.data.tolist()
-            >>> sorted(found)
+            ...     drawn += batch.data.tolist()
+            >>> sorted(drawn)
             [0, 1, 2, 3, 4, 5, 10, 11]
         """
         rows = check_batch_size(batch_size)
@@ -361,38 +361,38 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             if not as_buffer(part).is_queue:
                 check_options(part, "next_batch", {}, f"parts[{i}]")
         keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
-        drawn: dict[int, Sample] = {}
+        samples: dict[int, Sample] = {}
         for i, count in enumerate(self.counts(rows)):
             if count > 0:
-                parts[i], drawn[i] = _next_of(parts[i], keys[i], count)
-        return self.replace(parts=tuple(parts)), self._batch(drawn)
+                parts[i], samples[i] = _next_of(parts[i], keys[i], count)
+        return self.replace(parts=tuple(parts)), self._batch(samples)
 
-    def _batch(self, drawn: dict[int, Sample]) -> Sample:
-        """Returns one sample of what the parts of these numbers gave."""
-        rows = sum(sample.valid.shape[0] for sample in drawn.values())
+    def _batch(self, samples: dict[int, Sample]) -> Sample:
+        """Joins the samples of parts, by the number of the part, to one batch."""
+        rows = sum(sample.valid.shape[0] for sample in samples.values())
 
-        def own(i: int, sample: Sample) -> Sample:
+        def share_of_batch(i: int, sample: Sample) -> Sample:
             share = jnp.float32(sample.valid.shape[0] / rows)
             return sample.replace(
-                slots=self._numbered(i, sample.slots), probability=sample.probability * share
+                slots=self._global_slots(i, sample.slots), probability=sample.probability * share
             )
 
-        samples = [own(i, sample) for i, sample in drawn.items()]
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *samples)
+        shares = [share_of_batch(i, sample) for i, sample in samples.items()]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *shares)
 
-    def _numbered(self, part: int, slots: Slots) -> Slots:
-        """Returns slots of a part as slots of the mixture."""
-        there = slots.index < self.parts[part].capacity
-        index = jnp.where(there, slots.index + self._offset(part), self.capacity)
+    def _global_slots(self, part: int, slots: Slots) -> Slots:
+        """Returns slots of a part as slots of the mixture, the inverse of ``part_slots``."""
+        inside = slots.index < self.parts[part].capacity
+        index = jnp.where(inside, slots.index + self._offset(part), self.capacity)
         return slots.replace(index=index)
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""
         slots = check_slots(slots)
         ends = [self._offset(i + 1) for i in range(len(self.parts))]
-        at_or_after = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]
-        at_or_after |= slots.index[:, None] < 0
-        return jnp.sum(at_or_after, axis=1, dtype=jnp.int32)
+        past = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]  # [B, P]
+        past |= slots.index[:, None] < 0
+        return jnp.sum(past, axis=1, dtype=jnp.int32)
 
     def part_slots(self, slots: Slots, part: int) -> Slots:
         """Returns the slots of one part, for the part's own methods.
@@ -422,8 +422,8 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         slots = check_slots(slots)
         i = self._check_part(part)
         index, capacity = slots.index - self._offset(i), self.parts[i].capacity
-        own = (index >= 0) & (index < capacity)
-        return slots.replace(index=jnp.where(own, index, capacity))
+        inside = (index >= 0) & (index < capacity)  # [B]
+        return slots.replace(index=jnp.where(inside, index, capacity))
 
     def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Performs an operation in the parts that are able to, each with the slots of its own rows.
@@ -436,15 +436,18 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             )
         parts, slots = list(self.parts), operation.slots
 
-        def of_part(i: int) -> tuple[Any, Any]:
-            own = {slots: self.part_slots(arguments[slots], i)} if slots is not None else {}
-            mine = slots is None or own[slots].index < self.parts[i].capacity
-            return mine, operation.of(self.parts[i], arguments | own)
+        def perform(i: int) -> tuple[Any, Any]:
+            part = self.parts[i]
+            if slots is None:
+                return True, operation.of(part, arguments)
+            part_slots = self.part_slots(arguments[slots], i)
+            mask = part_slots.index < part.capacity
+            return mask, operation.of(part, arguments | {slots: part_slots})
 
         if not operation.changes:
-            return self._join(operation.name, operation.needs, of_part)
+            return self._join(operation.name, operation.needs, perform)
         for i in self._able(operation.name, operation.needs):
-            _, parts[i] = of_part(i)
+            _, parts[i] = perform(i)
         return self.replace(parts=tuple(parts))
 
     def get(self, slots: Slots) -> Sample:
@@ -459,27 +462,27 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             ValueError: If no part is an ``ItemBuffer`` or a ``TrajectoryBuffer``.
         """
 
-        def of_part(i: int) -> tuple[Bool[Array, " B"], Sample]:
-            own = self.part_slots(slots, i)
-            sample = self._slotted(i).get(own)
-            return own.index < self.parts[i].capacity, sample.replace(
-                slots=self._numbered(i, sample.slots),
+        def read(i: int) -> tuple[Bool[Array, " B"], Sample]:
+            part_slots = self.part_slots(slots, i)
+            sample = self._slotted(i).get(part_slots)
+            return part_slots.index < self.parts[i].capacity, sample.replace(
+                slots=self._global_slots(i, sample.slots),
                 probability=sample.probability * jnp.float32(self.ratios[i]),
             )
 
-        return self._join("get", "contents", of_part)
+        return self._join("get", "contents", read)
 
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
     ) -> Slots:
         env, position, shape = broadcast_steps(env_ids, positions)
 
-        def of_part(i: int) -> tuple[Bool[Array, " B"], Slots]:
-            own, number = self._own_envs(i, env)
-            return own, self._numbered(i, self._slotted(i).slots_at(number, position))
+        def read(i: int) -> tuple[Bool[Array, " B"], Slots]:
+            mask, part_env = self._part_envs(i, env)
+            return mask, self._global_slots(i, self._slotted(i).slots_at(part_env, position))
 
-        found = self._join("slots_at", "environments", of_part)
-        return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
+        slots = self._join("slots_at", "environments", read)
+        return jax.tree.map(lambda leaf: leaf.reshape(shape), slots)
 
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the environment of each sampled window, and the position of its first step.
@@ -493,12 +496,12 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         """
         total = self.num_envs
 
-        def of_part(i: int) -> tuple[Bool[Array, " B"], tuple[Array, Array]]:
+        def read(i: int) -> tuple[Bool[Array, " B"], tuple[Array, Array]]:
             env, position = self._slotted(i).locate(self.part_slots(slots, i))
-            own = env < as_buffer(self.parts[i]).num_envs
-            return own, (jnp.where(own, env + self._first_env(i), total), position)
+            mask = env < as_buffer(self.parts[i]).num_envs
+            return mask, (jnp.where(mask, env + self._env_offset(i), total), position)
 
-        return self._join("locate", "environments", of_part)
+        return self._join("locate", "environments", read)
 
     def get_field(
         self, path: str, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
@@ -511,7 +514,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         )
 
     def episode(self, where: Where, positions: Integer[ArrayLike, "..."] | None = None) -> Episode:
-        """Returns what is known of the episodes of sampled windows, or of single steps.
+        """Returns the episodes of sampled windows, or of single steps.
 
         Args:
             where: As for ``TrajectoryBuffer.episode``. Environments are numbered as in ``locate``.
@@ -524,20 +527,20 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         Raises:
             ValueError: If no part has ``Episodes``, or as raised by the parts.
         """
-        asked = check_where(where, positions)
-        if not isinstance(asked, Slots):
+        slots = check_where(where, positions)
+        if not isinstance(slots, Slots):
             return self._of_steps(
                 "episode",
                 "episodes",
-                asked,
+                slots,
                 lambda part, env, position: part.episode(env, position),
             )
 
-        def of_part(i: int) -> tuple[Bool[Array, " B"], Episode]:
-            own = self.part_slots(asked, i)
-            return own.index < self.parts[i].capacity, self._slotted(i).episode(own)
+        def read(i: int) -> tuple[Bool[Array, " B"], Episode]:
+            part_slots = self.part_slots(slots, i)
+            return part_slots.index < self.parts[i].capacity, self._slotted(i).episode(part_slots)
 
-        return self._join("episode", "episodes", of_part)
+        return self._join("episode", "episodes", read)
 
     def end_episodes(self, envs: Envs = None) -> Self:
         return self._of_envs("end_episodes", envs, lambda part, mask: part.end_episodes(mask))
@@ -578,10 +581,10 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             The total ``size``, and the metrics of each part, whose names are prefixed with the
             number of the part: ``0/size``, ``1/priority_max``.
         """
-        found = {"size": self.size}
+        metrics = {"size": self.size}
         for i, part in enumerate(self.parts):
-            found |= {f"{i}/{name}": value for name, value in part.metrics().items()}
-        return found
+            metrics |= {f"{i}/{name}": value for name, value in part.metrics().items()}
+        return metrics
 
     def _slotted(self, part: int) -> SlottedBuffer:
         """Returns a part that is able to do something, and so is a buffer of this library."""
@@ -591,7 +594,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         """Returns the numbers of the parts that are able to do what an operation needs.
 
         Raises:
-            ValueError: If none is.
+            ValueError: If no part is able to.
         """
         able = [i for i, part in enumerate(self.parts) if needs in as_buffer(part).abilities]
         if not able:
@@ -599,7 +602,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         return able
 
     def _join(
-        self, name: str, needs: str, ask: Callable[[int], tuple[Bool[Array, " B"], PyTree[Array]]]
+        self, name: str, needs: str, read: Callable[[int], tuple[Bool[Array, " B"], PyTree[Array]]]
     ) -> PyTree[Array]:
         """Joins the results of all parts that are able to, each for its own rows.
 
@@ -608,60 +611,63 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         Args:
             name: The name of the operation, for errors.
             needs: What a part must be able to do.
-            ask: Returns a mask of the rows of a part, ``[B]``, and its results, ``[B, ...]``.
+            read: Returns a mask of the rows of a part, ``[B]``, and its results, ``[B, ...]``.
         """
-        answer: PyTree = None
+        joined: PyTree = None
         for i in self._able(name, needs):
-            own, said = ask(i)
-            answer = said if answer is None else trees.choose(own, said, answer)
-        return answer
+            mask, result = read(i)
+            joined = result if joined is None else trees.choose(mask, result, joined)
+        return joined
 
     def _of_steps(
-        self, name: str, needs: str, steps: tuple[object, object], ask: Function
+        self, name: str, needs: str, steps: tuple[object, object], read: Function
     ) -> PyTree[Array]:
-        """Returns the results of the parts for single steps, with ``locate``'s environments."""
+        """Returns ``read(part, env, position)`` for single steps, numbered as in ``locate``."""
         env, position, shape = broadcast_steps(*steps)
 
-        def of_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
-            own, number = self._own_envs(i, env)
-            return own, ask(self.parts[i], number, position)
+        def read_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
+            mask, part_env = self._part_envs(i, env)
+            return mask, read(self.parts[i], part_env, position)
 
-        answer = self._join(name, needs, of_part)
-        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), answer)
+        joined = self._join(name, needs, read_part)
+        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), joined)
 
     def _of_envs(self, name: str, envs: Envs, change: Function, needs: str = "episodes") -> Self:
         """Returns the mixture after a change of environments, numbered as in ``locate``."""
         able, mask, parts = self._able(name, needs), mask_of(envs, self.num_envs), [*self.parts]
         for i in able:
-            first, count = self._first_env(i), as_buffer(parts[i]).num_envs
-            parts[i] = change(parts[i], mask[first : first + count])
+            start, count = self._env_offset(i), as_buffer(parts[i]).num_envs
+            parts[i] = change(parts[i], mask[start : start + count])
         return self.replace(parts=tuple(parts))
 
-    def _own_envs(
+    def _part_envs(
         self, part: int, env: Int[Array, " B"]
     ) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
-        """Returns which environments are of a part, and their numbers in it, or past its end."""
-        number, count = env - self._first_env(part), as_buffer(self.parts[part]).num_envs
-        own = (number >= 0) & (number < count)
-        return own, jnp.where(own, number, count)
+        """Returns a mask of the environments of a part, and their numbers in it, or past its end.
 
-    def _first_env(self, part: int) -> int:
+        This is for environments as ``part_slots`` is for slots.
+        """
+        number, count = env - self._env_offset(part), as_buffer(self.parts[part]).num_envs
+        mask = (number >= 0) & (number < count)
+        return mask, jnp.where(mask, number, count)
+
+    def _env_offset(self, part: int) -> int:
         """Returns the number of environments of the parts before this one."""
-        return sum(as_buffer(before).num_envs for before in self.parts[:part])
+        return sum(as_buffer(earlier).num_envs for earlier in self.parts[:part])
 
     @property
     def _shares(self) -> list[int]:
         """The ratios in units of 2**-31, so that traced products with them are exact."""
-        until = [round(sum(self.ratios[:i]) * 2**31) for i in range(len(self.ratios) + 1)]
-        return [end - start for start, end in itertools.pairwise(until)]
+        bounds = [round(sum(self.ratios[:i]) * 2**31) for i in range(len(self.ratios) + 1)]
+        return [end - start for start, end in itertools.pairwise(bounds)]
 
     def _offset(self, part: int) -> int:
         """Returns the number of slots of the parts before this one."""
-        return sum(before.capacity for before in self.parts[:part])
+        return sum(earlier.capacity for earlier in self.parts[:part])
 
     def _check_part(self, part: Any) -> int:
-        whole = isinstance(part, int | np.integer) and not isinstance(part, bool)
-        if not whole or not 0 <= part < len(self.parts):
+        integer = isinstance(part, int | np.integer) and not isinstance(part, bool)
+        if not integer or not 0 <= part < len(self.parts):
             raise ValueError(
                 f"part is {part!r}; expected the number of one of the {len(self.parts)} parts, an "
                 f"integer from 0 to {len(self.parts) - 1}"
@@ -682,7 +688,7 @@ def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:
     """
     # Ratios are rounded, so remainders that should be equal may differ in their last bits.
     rest = ((rest >> 1) + 2**14) >> 15
-    earlier = np.tri(len(rest), k=-1, dtype=bool)
+    earlier = np.tri(len(rest), k=-1, dtype=bool)  # [P, P]
     ahead = (rest[None] > rest[:, None]) | ((rest[None] == rest[:, None]) & earlier)
     return whole + (ahead.sum(axis=1) < rows - whole.sum()).astype(whole.dtype)
 
@@ -697,55 +703,55 @@ def _next_of(part: Any, key: PRNGKeyArray, rows: int) -> tuple[Any, Sample]:
 
 
 def _support_of(part: Any) -> Support:
-    """Returns the support of a part. What is taken out of a queue is certain."""
+    """Returns the support of a part. Items of a queue have probability 1."""
     if not as_buffer(part).is_queue:
         return part.support()
     return Support(part.size, jnp.where(part.size > 0, 1.0, 0.0))
 
 
-def _takes(part: object) -> bool:
-    """Returns whether rows of a part, or of a part of it, are taken out."""
-    known = as_buffer(part)
-    return known.is_queue or any(_takes(inner) for inner in known.members)
+def _has_queue(part: object) -> bool:
+    """Returns whether a part is a queue, or a mixture with one, so that it cannot ``sample``."""
+    buffer = as_buffer(part)
+    return buffer.is_queue or any(_has_queue(inner) for inner in buffer.members)
 
 
-def _check_whole(part: object, name: str) -> None:
+def _check_part_kind(part: object, name: str) -> None:
     """Raises ValueError if a wrapper cannot be a part."""
-    known = as_buffer(part)
-    if not known.runs_in_programs:
+    buffer = as_buffer(part)
+    if not buffer.runs_in_programs:
         raise ValueError(
             f"{name} is {checks.kind_of(part)}, which cannot be sampled inside a program; make the "
             "mixture inside of it: Hosted.create(lambda: jaxbuf.Mixture.create(...))"
         )
-    if not known.on_one_device:
+    if not buffer.on_one_device:
         raise ValueError(
             f"{name} is {checks.kind_of(part)}, whose batches are split over devices; sample from "
             "it by itself, and join the batches"
         )
 
 
-def _check_alike(parts: tuple[DrawnBuffer, ...]) -> None:
+def _check_samples_alike(parts: tuple[DrawnBuffer, ...]) -> None:
     """Raises ValueError if samples of the parts cannot be concatenated to one batch."""
 
     def row_of(part: Any) -> PyTree:
-        def draw(key: PRNGKeyArray) -> PyTree[Array]:
-            batch = _next_of(part, key, 1)[1] if _takes(part) else part.sample(key, 1)
+        def sample_row(key: PRNGKeyArray) -> PyTree[Array]:
+            batch = _next_of(part, key, 1)[1] if _has_queue(part) else part.sample(key, 1)
             return batch.data
 
-        return jax.eval_shape(draw, jax.random.key(0))
+        return jax.eval_shape(sample_row, jax.random.key(0))
 
     rows = [row_of(part) for part in parts]
-    first = jax.tree_util.tree_leaves_with_path(rows[0])
+    expected = jax.tree_util.tree_leaves_with_path(rows[0])
     for i, other in enumerate(rows[1:], start=1):
         if jax.tree.structure(other) != jax.tree.structure(rows[0]):
             raise ValueError(
                 f"samples of buffers[{i}] have another structure than those of buffers[0]: "
                 f"{jax.tree.structure(other)}, not {jax.tree.structure(rows[0])}"
             )
-        for (path, want), got in zip(first, jax.tree.leaves(other), strict=True):
-            if (got.shape, got.dtype) != (want.shape, want.dtype):
+        for (path, like), leaf in zip(expected, jax.tree.leaves(other), strict=True):
+            if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
                 name = "data" + jax.tree_util.keystr(path)
                 raise ValueError(
-                    f"{name} of samples of buffers[{i}] is {got.dtype}{list(got.shape[1:])}, but "
-                    f"{want.dtype}{list(want.shape[1:])} of those of buffers[0]"
+                    f"{name} of samples of buffers[{i}] is {leaf.dtype}{list(leaf.shape[1:])}, but "
+                    f"{like.dtype}{list(like.shape[1:])} of those of buffers[0]"
                 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import devices, scale
-from jaxbuf.wrappers.sharded.exchange import places
+from jaxbuf.wrappers.sharded.exchange import local_order
 from tests.programs.processes import run_processes
 
 PROGRAM = """
@@ -78,10 +78,10 @@ def test_formulas_are_those_of_compiled_programs():
 
 @pytest.mark.parametrize("spread", [0.0, 0.25, 2.0])
 def test_rows_that_move_between_devices(spread):
-    """Beside the places that rows get, counted one by one."""
+    """Beside the rows in their order, counted one by one."""
     count, random = 8, np.random.default_rng(1)
     shard = scale.draw(random, np.exp(spread * random.normal(size=count)), 512)
-    goes = shard[np.asarray(places(shard.astype(np.int32), count))].tolist()
+    goes = shard[np.asarray(local_order(shard.astype(np.int32), count))].tolist()
     pairs = collections.Counter(
         (home, row // 64) for row, home in enumerate(goes) if home != row // 64
     )

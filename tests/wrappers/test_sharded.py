@@ -16,7 +16,7 @@ import jaxbuf
 from jaxbuf.strategies import mass
 from jaxbuf.strategies.prioritized import MassSummary
 from jaxbuf.wrappers.sharded import exchange
-from jaxbuf.wrappers.sharded.exchange import places
+from jaxbuf.wrappers.sharded.exchange import local_order
 
 S, N = 4, 16
 # Collectives of eight devices on few cores may wait for each other for long.
@@ -73,7 +73,7 @@ def test_rows_stay_with_their_shard_as_far_as_they_can(count):
     rng = np.random.default_rng(count)
     for odds in (None, [1.0] + [0.0] * (count - 1)):
         shard = rng.choice(count, 6 * count, p=odds).astype(np.int32)
-        source = np.asarray(places(shard, count))
+        source = np.asarray(local_order(shard, count))
         assert sorted(source) == list(range(len(shard)))
         want = np.full((count, 6), -1)
         own = [list(np.flatnonzero(shard == k)) for k in range(count)]
@@ -95,7 +95,7 @@ def test_more_shards_than_rows_of_each(monkeypatch, limit):
     spare = [row for rows in own for row in rows[2:]]
     want = [row for rows in own for row in (*rows[:2], *[-1] * (2 - len(rows)))]
     want = [spare.pop(0) if row < 0 else row for row in want]
-    np.testing.assert_array_equal(places(shard, count), want)
+    np.testing.assert_array_equal(local_order(shard, count), want)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_draw_takes_no_memory_for_each_row_and_shard(sampler):
 
     def draw(known, key):
         drawn = sampler.targets(known, key, rows, 2**24)
-        return drawn.shard, drawn.point, places(drawn.shard, count)
+        return drawn.shard, drawn.point, local_order(drawn.shard, count)
 
     compiled = jax.jit(draw).lower(known, jax.random.key(0)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < count * rows

@@ -1,6 +1,10 @@
-"""The exchange of the rows of a batch between devices, from the shards that hold them."""
+"""The exchange of the rows of a batch between devices, from the shards that hold them.
 
-import functools
+Shapes are in terms of ``B`` rows of a batch, ``S`` shards, ``D`` devices and ``L = S / D`` shards
+on each device. Device ``d`` receives rows ``d * B / D`` to ``(d + 1) * B / D`` of the batch, and
+the block of shard ``s`` is rows ``s * B / S`` to ``(s + 1) * B / S``.
+"""
+
 import math
 from collections.abc import Callable
 
@@ -22,7 +26,7 @@ _PACKED = 2**32
 def exchange(
     fetch: Callable[..., PyTree[Array]],
     shards: PyTree[Array],
-    shard: Int[Array, " B"],
+    shard_of_row: Int[Array, " B"],
     count: int,
     nbytes: int,
     axis: str,
@@ -30,11 +34,10 @@ def exchange(
     """Returns the rows of a batch that belong on this device, from the shards that hold them.
 
     Args:
-        fetch: A function of ``(shard, number, position)`` that returns the rows ``[n, ...]`` of the
-            batch at positions ``[n]`` which a shard of this device holds; rows of other shards are
-            arbitrary.
+        fetch: A function ``(shard, number, row)`` that returns rows ``[n]`` of the batch, leaves
+            ``[n, ...]``, from a shard of this device; rows of other shards are arbitrary.
         shards: The shards of this device, leaves ``[L, ...]``.
-        shard: The shard of each row, ``[B]``, the same on every device.
+        shard_of_row: The shard that holds each row, ``[B]``, the same on every device.
         count: The number of shards, ``S``.
         nbytes: The size of a row in bytes.
         axis: The axis of the mesh.
@@ -42,107 +45,128 @@ def exchange(
     Returns:
         The rows of this device, leaves ``[B / D, ...]``.
     """
-    rows = shard.shape[0]
-    numbers = numbers_of(shards, axis)
-    local, each = numbers.shape[0], rows // count
-    devices, here, mine = count // local, lax.axis_index(axis), local * each
+    numbers, this_device = numbers_of(shards, axis), lax.axis_index(axis)  # [L], []
+    batch_size, local = shard_of_row.shape[0], numbers.shape[0]
+    devices, per_shard = count // local, batch_size // count
+    per_device = local * per_shard
 
-    def send(position: Int[Array, " n"]) -> PyTree[Array]:
-        """Sends the same number of rows to each device, and returns the received rows."""
-        found = jax.vmap(functools.partial(fetch, position=position))(shards, numbers)
-        own = jnp.clip(shard.at[position].get(mode="clip") - numbers[0], 0, local - 1)
-        row = jnp.arange(position.shape[0], dtype=jnp.int32)
-        found = jax.tree.map(lambda leaf: leaf[own, row] if local > 1 else leaf[0], found)
-        return collectives.all_to_all(found, axis) if devices > 1 else found
+    def send(row: Int[Array, " n"]) -> PyTree[Array]:
+        """Sends block ``d`` of these rows to device ``d``; returns a block from each device."""
+        rows = jax.vmap(fetch, in_axes=(0, 0, None))(shards, numbers, row)  # [L, n, ...]
+        shard = shard_of_row.at[row].get(mode="clip")  # [n]
+        holder = jnp.clip(shard - numbers[0], 0, local - 1)  # [n]
+        each = jnp.arange(row.shape[0], dtype=jnp.int32)
+        rows = jax.tree.map(lambda leaf: leaf[holder, each] if local > 1 else leaf[0], rows)
+        return collectives.all_to_all(rows, axis) if devices > 1 else rows
 
-    position = jnp.arange(rows, dtype=jnp.int32).reshape(devices, mine)
-    origin = shard.reshape(devices, mine) // local
-    row = jnp.arange(mine, dtype=jnp.int32)
-    if at_once(rows, nbytes):
-        got = send(jnp.where(origin == here, position, rows).reshape(-1))
-        got = jax.tree.map(lambda leaf: leaf.reshape(devices, mine, *leaf.shape[1:]), got)
-        return jax.tree.map(lambda leaf: leaf[origin[here], row], got)
+    row = jnp.arange(batch_size, dtype=jnp.int32).reshape(devices, per_device)  # [D, B / D]
+    sender = shard_of_row.reshape(devices, per_device) // local  # [D, B / D]
+    column = jnp.arange(per_device, dtype=jnp.int32)
+    if at_once(batch_size, nbytes):
+        received = send(jnp.where(sender == this_device, row, batch_size).reshape(-1))
+        received = jax.tree.map(
+            lambda leaf: leaf.reshape(devices, per_device, *leaf.shape[1:]), received
+        )  # [D, B / D, ...]
+        return jax.tree.map(lambda leaf: leaf[sender[this_device], column], received)
 
     # Most rows are already on the device where they belong. The others are sent in rounds of a few
     # rows between each pair of devices.
-    home = position[here].reshape(local, each)
-    kept = jax.vmap(fetch)(shards, numbers, home)
-    kept = jax.tree.map(lambda leaf: leaf.reshape(mine, *leaf.shape[2:]), kept)
-    moves = shard.reshape(devices, mine) != position // each
-    width = width_of_round(rows, devices, nbytes)
+    blocks = row[this_device].reshape(local, per_shard)
+    batch = jax.vmap(fetch)(shards, numbers, blocks)  # [L, B / S, ...]
+    batch = jax.tree.map(lambda leaf: leaf.reshape(per_device, *leaf.shape[2:]), batch)
+    moves = shard_of_row.reshape(devices, per_device) != row // per_shard  # [D, B / D]
     device = jnp.arange(devices, dtype=jnp.int32)[:, None]
-    pair = jnp.where(moves, device * devices + origin, devices**2).reshape(-1)
+    pair = jnp.where(moves, device * devices + sender, devices**2).reshape(-1)
     most = jnp.max(jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop"))
-    to_them = moves & (origin == here)
-    to_me = moves[here][None] & (origin[here][None] == device)
-
-    def listed(
-        which: Bool[Array, "D b"], turn: Array, values: object, none: int
-    ) -> Int[Array, "D w"]:
-        """Returns the rows that each device sends or receives in this round."""
-        rank = jnp.cumsum(which, axis=1, dtype=jnp.int32) - 1
-        place = jnp.where(which & (rank // width == turn), rank % width, width)
-        empty = jnp.full((devices, width), none, jnp.int32)
-        return empty.at[jnp.broadcast_to(device, place.shape), place].set(values, mode="drop")
+    width = width_of_round(batch_size, devices, nbytes)
+    sends = moves & (sender == this_device)  # [D, B / D]: device d is the receiver
+    receives = moves[this_device][None] & (sender[this_device][None] == device)  # d is the sender
+    column = jnp.broadcast_to(column, receives.shape)
 
     def step(turn: Array, batch: PyTree[Array]) -> PyTree[Array]:
-        got = send(listed(to_them, turn, position, rows).reshape(-1))
-        place = listed(to_me, turn, jnp.broadcast_to(row, to_me.shape), mine).reshape(-1)
-        return jax.tree.map(lambda have, new: have.at[place].set(new, mode="drop"), batch, got)
+        sent = _rows_of_round(sends, turn, width, row, batch_size)  # [D, w]
+        received = send(sent.reshape(-1))  # [D * w, ...]
+        target = _rows_of_round(receives, turn, width, column, per_device).reshape(-1)
+        return jax.tree.map(
+            lambda leaf, new: leaf.at[target].set(new, mode="drop"), batch, received
+        )
 
-    return lax.fori_loop(0, -(-most // width), step, kept)
+    return lax.fori_loop(0, -(-most // width), step, batch)
 
 
-def at_once(rows: int, nbytes: int) -> bool:
+def _rows_of_round(
+    mask: Bool[Array, "D b"], turn: Array, width: int, row: Int[Array, "D b"], past_end: int
+) -> Int[Array, "D w"]:
+    """Returns the rows of round ``turn`` with each device, of those in a mask.
+
+    Args:
+        mask: The rows that are exchanged with each device, in all rounds.
+        turn: The number of the round, counted from 0.
+        width: The number of rows of a round.
+        row: The rows.
+        past_end: A row that is out of range, which fills up rounds with fewer rows.
+    """
+    rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1  # [D, b]
+    column = jnp.where(mask & (rank // width == turn), rank % width, width)
+    device = jnp.arange(mask.shape[0], dtype=jnp.int32)[:, None]
+    rows = jnp.full((mask.shape[0], width), past_end, jnp.int32)
+    return rows.at[jnp.broadcast_to(device, column.shape), column].set(row, mode="drop")
+
+
+def at_once(batch_size: int, nbytes: int) -> bool:
     """Returns whether a batch of rows of this size is exchanged in a single step."""
-    return nbytes * rows <= _AT_ONCE
+    return nbytes * batch_size <= _AT_ONCE
 
 
-def width_of_round(rows: int, devices: int, nbytes: int) -> int:
+def width_of_round(batch_size: int, devices: int, nbytes: int) -> int:
     """Returns the number of rows that each pair of devices may exchange in a round.
 
     They are as many as independent draws need, unless a round then brings more than a megabyte, and
     more rows than a device keeps of the whole batch.
     """
-    mine = rows // devices
-    few = min(math.ceil(2 * mine**0.5), _AT_ONCE // (devices * nbytes))
-    return min(max(-(-mine // devices), few), mine)
+    per_device = batch_size // devices
+    expected = min(math.ceil(2 * per_device**0.5), _AT_ONCE // (devices * nbytes))
+    return min(max(-(-per_device // devices), expected), per_device)
 
 
-def places(shard: Int[Array, " B"], count: int) -> Int[Array, " B"]:
-    """Returns the row for each place of the batch, so that most rows stay with their shard.
+def local_order(shard_of_row: Int[Array, " B"], count: int) -> Int[Array, " B"]:
+    """Returns an order of the rows of a batch in which most of them are in their shard's block.
 
     The first ``B / S`` rows of each shard are placed in its own block. The other rows fill the gaps
     in the blocks of shards with fewer rows.
     """
+    batch_size = shard_of_row.shape[0]
     if count == 1:
-        return jnp.arange(shard.shape[0], dtype=jnp.int32)
-    each = shard.shape[0] // count
-    order, end = _by_shard(shard, count)
-    has = jnp.diff(end, prepend=0)
-    first = end - has
-    block, rank = jnp.divmod(jnp.arange(shard.shape[0], dtype=jnp.int32), each)
-    gap = rank >= has[block]
-    nth = jnp.cumsum(gap, dtype=jnp.int32) - 1
-    more = jnp.maximum(has - each, 0)
-    until = jnp.cumsum(more, dtype=jnp.int32)
-    giver = jnp.searchsorted(until, nth, side="right", method="scan_unrolled").astype(jnp.int32)
-    giver = jnp.minimum(giver, count - 1)
-    spare = first[giver] + each + nth - (until - more)[giver]
-    return order[jnp.where(gap, spare, first[block] + rank)]
+        return jnp.arange(batch_size, dtype=jnp.int32)
+    per_shard = batch_size // count
+    by_shard, end = _by_shard(shard_of_row, count)  # [B], [S]
+    num_rows = jnp.diff(end, prepend=0)  # [S]
+    start = end - num_rows
+    block, rank = jnp.divmod(jnp.arange(batch_size, dtype=jnp.int32), per_shard)  # [B]
+    gap = rank >= num_rows[block]  # [B]
+    gap_rank = jnp.cumsum(gap, dtype=jnp.int32) - 1
+    surplus = jnp.maximum(num_rows - per_shard, 0)  # [S]
+    surplus_end = jnp.cumsum(surplus, dtype=jnp.int32)
+    giver = jnp.searchsorted(surplus_end, gap_rank, side="right", method="scan_unrolled")
+    giver = jnp.minimum(giver.astype(jnp.int32), count - 1)  # [B]
+    filler = start[giver] + per_shard + gap_rank - (surplus_end - surplus)[giver]
+    return by_shard[jnp.where(gap, filler, start[block] + rank)]
 
 
-def _by_shard(shard: Int[Array, " B"], count: int) -> tuple[Int[Array, " B"], Int[Array, " S"]]:
-    """Returns the rows in the order of their shards, and where those of each shard end."""
-    rows = shard.shape[0]
+def _by_shard(
+    shard_of_row: Int[Array, " B"], count: int
+) -> tuple[Int[Array, " B"], Int[Array, " S"]]:
+    """Returns the rows in the order of their shards, and the end of the rows of each shard."""
+    rows = shard_of_row.shape[0]
     if count * rows <= _PACKED:
         # Words are sorted several times as fast as pairs, and have the same order.
-        packed = shard.astype(jnp.uint32) * jnp.uint32(rows) + jnp.arange(rows, dtype=jnp.uint32)
+        row = jnp.arange(rows, dtype=jnp.uint32)
+        packed = shard_of_row.astype(jnp.uint32) * jnp.uint32(rows) + row
         ordered = lax.sort(packed, is_stable=False)
-        order = (ordered % jnp.uint32(rows)).astype(jnp.int32)
+        by_shard = (ordered % jnp.uint32(rows)).astype(jnp.int32)
         last = jnp.arange(1, count + 1, dtype=jnp.uint32) * jnp.uint32(rows) - jnp.uint32(1)
     else:
-        order = jnp.argsort(shard, stable=True)
-        ordered, last = shard[order], jnp.arange(count, dtype=jnp.int32)
+        by_shard = jnp.argsort(shard_of_row, stable=True)
+        ordered, last = shard_of_row[by_shard], jnp.arange(count, dtype=jnp.int32)
     end = jnp.searchsorted(ordered, last, side="right", method="scan_unrolled")
-    return order, end.astype(jnp.int32)
+    return by_shard, end.astype(jnp.int32)

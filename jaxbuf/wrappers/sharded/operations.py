@@ -1,4 +1,4 @@
-"""The operations of a ``Sharded`` on its shards, except for the draw."""
+"""The operations of a ``Sharded`` on its shards, except for samples."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -18,7 +18,7 @@ from jaxbuf.core.hyperparameters import bind
 from jaxbuf.core.slots import Slots
 from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import Sampler, ShardableSampler
-from jaxbuf.wrappers.sharded.per_device import Shards, here_of, numbers_of, run
+from jaxbuf.wrappers.sharded.per_device import Shards, num_local, numbers_of, run
 
 AnyShards = TypeVar("AnyShards", bound=Shards)
 
@@ -66,7 +66,7 @@ def check_shardable(sampler: Sampler) -> None:
 
 
 def sampler_of(shards: Body) -> ShardableSampler:
-    """Returns the sampler of the shards, which ``check_shard`` has seen."""
+    """Returns the sampler of the shards, which ``check_shard`` has checked."""
     return cast("ShardableSampler", bind(shards.sampler, values_of(shards)))
 
 
@@ -83,21 +83,21 @@ def hyperparameters(buffer: Shards) -> dict[str, Array]:
 def change_sampler(
     buffer: AnyShards, change: Callable[..., Body], arguments: tuple[Any, ...] = ()
 ) -> AnyShards:
-    """Applies ``change(shard, *arguments)`` to every shard; what is refused is counted once."""
+    """Applies ``change(shard, *arguments)`` to every shard; only the first counts refusals."""
 
-    def body(shards: Any, _: Any, same: Any) -> Body:
-        changed = jax.vmap(lambda shard: change(shard, *same))(shards)
+    def body(shards: Any, _: Any, replicated: Any) -> Body:
+        changed = jax.vmap(lambda shard: change(shard, *replicated))(shards)
         first = numbers_of(shards, buffer.axis) == 0
         counters = jnp.where(first[:, None], changed.counters, shards.counters)
         return changed.replace(counters=counters)
 
-    return buffer.replace(shards=run(buffer, body, same=arguments))
+    return buffer.replace(shards=run(buffer, body, replicated=arguments))
 
 
-def summaries(shards: Body) -> PyTree[Array]:
+def summarize(shards: Body) -> PyTree[Array]:
     """Returns the summaries of the shards on this device, leaves ``[L]``."""
-    summarize = sampler_of(shards).summarize
-    return jax.vmap(summarize)(lax.stop_gradient(shards.sampler_state), shards.occupancy)
+    state = lax.stop_gradient(shards.sampler_state)
+    return jax.vmap(sampler_of(shards).summarize)(state, shards.occupancy)
 
 
 def total(buffer: Shards, count: Callable[[Body], Array]) -> Int[Array, ""]:
@@ -109,24 +109,14 @@ def total(buffer: Shards, count: Callable[[Body], Array]) -> Int[Array, ""]:
     return run(buffer, body, out=jax.P())
 
 
-def size_of(shard: Body) -> Int[Array, ""]:
-    """Returns the number of items, or steps, in a shard."""
-    return shard.size
-
-
-def occupied(shard: Body) -> Int[Array, ""]:
-    """Returns the number of items, or windows, in a shard."""
-    return shard.occupancy.size
-
-
 def support(buffer: Shards) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """Returns the number of items that can be drawn, and their least probability."""
 
     def body(shards: Body, *_: Any) -> tuple[Array, Array]:
         if buffer.exchange:
-            known = all_gather(summaries(shards), buffer.axis)
-            known = sampler_of(shards).support_among(known)
-            return known.count, known.least_probability
+            summaries = all_gather(summarize(shards), buffer.axis)  # [S]
+            among_all = sampler_of(shards).support_among(summaries)
+            return among_all.count, among_all.least_probability
         count, least = _supports(buffer, shards)
         return jnp.sum(count, dtype=jnp.int32), least_positive(least) / buffer.num_shards
 
@@ -144,87 +134,72 @@ def can_sample(buffer: Shards, wanted: Int[Array, ""]) -> Bool[Array, ""]:
     return run(buffer, body, out=jax.P()) * buffer.num_shards >= wanted
 
 
-def add(buffer: AnyShards, items: PyTree[Array], given: dict[str, object]) -> AnyShards:
-    """Adds one block of the rows to each shard."""
-
-    def put(shard: Any, items: PyTree[Array], given: dict[str, Any]) -> Body:
-        return shard.add(items, **given)
-
-    return buffer.replace(shards=_put(buffer, items, given, put))
-
-
-def insert(
-    buffer: AnyShards, items: PyTree[Array], given: dict[str, object]
-) -> tuple[AnyShards, Slots]:
-    """Adds one block of the rows to each shard; returns slots that are numbered through all."""
-
-    def put(shard: Any, items: PyTree[Array], given: dict[str, Any]) -> tuple[Body, Slots]:
-        return shard.insert(items, **given)
-
-    shards, slots = _put(buffer, items, given, put)
-    return buffer.replace(shards=shards), slots
-
-
-def _put(
+def put(
     buffer: Shards,
+    put_block: Callable[..., Any],
     items: PyTree[Array],
-    given: dict[str, object],
-    put: Callable[..., Any],
+    arguments: dict[str, object],
 ) -> Any:
-    """Calls ``put(shard, items, given)`` for each shard with its block of the rows.
+    """Returns ``put_block(shard, items, arguments)`` of each shard with its block of the rows.
 
-    Slots among the results become rows that are numbered through all shards.
+    Slots among the results are numbered through all shards, and have one row for each item.
     """
 
-    def body(shards: Any, rows: Any, _: Any) -> Any:
+    def body(shards: Body, rows: tuple[PyTree[Array], dict[str, Any]], _: Any) -> Any:
         sampler = sampler_of(shards)
-        some = any(leaf.size for leaf in jax.tree.leaves(rows[0]))
-        if sampler.uses_priority and "priority" not in given and some:
+        has_rows = any(leaf.size for leaf in jax.tree.leaves(rows[0]))
+        if sampler.uses_priority and "priority" not in arguments and has_rows:
             # New items get the largest priority of all shards. Without any, a shard would keep it.
-            known = all_gather(summaries(shards), buffer.axis)
-            state = lax.stop_gradient(shards.sampler_state)
-            state = jax.vmap(lambda own: sampler.with_global_default(own, known))(state)
-            shards = shards.replace(sampler_state=state)
-        count = here_of(shards)
+            summaries = all_gather(summarize(shards), buffer.axis)  # [S]
+            states = lax.stop_gradient(shards.sampler_state)
+            states = jax.vmap(sampler.with_global_default, in_axes=(0, None))(states, summaries)
+            shards = shards.replace(sampler_state=states)
+        count = num_local(shards)
         blocks = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
-        out = jax.vmap(lambda shard, block: put(shard, *block))(shards, blocks)
-        if not isinstance(out, tuple):
-            return out
-        changed, slots = out
-        slots = numbered(buffer, slots, numbers_of(shards, buffer.axis)[:, None])
+        result = jax.vmap(put_block)(shards, *blocks)  # [L], with slots [L, B / S]
+        if not isinstance(result, tuple):
+            return result
+        changed, slots = result
+        slots = global_slots(buffer, slots, numbers_of(shards, buffer.axis)[:, None])
         return changed, jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), slots)
 
-    return run(buffer, body, (items, given))
+    return run(buffer, body, (items, arguments))
 
 
-def numbered(buffer: Shards, slots: Slots, number: Int[Array, "..."]) -> Slots:
+def global_slots(buffer: Shards, slots: Slots, number: Int[Array, "..."]) -> Slots:
     """Returns slots of the shards of these numbers as slots of the whole buffer."""
     capacity = buffer.shards.capacity
-    there = slots.index < capacity
-    index = jnp.where(there, slots.index + number * capacity, buffer.capacity)
+    inside = slots.index < capacity
+    index = jnp.where(inside, slots.index + number * capacity, buffer.capacity)
     return slots.replace(index=index)
 
 
-def of_envs(
+def shard_slots(slots: Slots, number: Int[Array, ""], capacity: int) -> Slots:
+    """Returns slots of the whole buffer as slots of a shard; those of others are out of range."""
+    inside = slots.index // capacity == number
+    return slots.replace(index=jnp.where(inside, slots.index - number * capacity, capacity))
+
+
+def change_envs(
     buffer: AnyShards, mask: Bool[Array, " E"], change: Callable[[Any, Array], Any]
 ) -> AnyShards:
     """Applies ``change(shard, mask)`` to every shard, with the mask of its own environments."""
 
     def body(shards: Any, mask: Any, _: Any) -> Body:
-        return jax.vmap(change)(shards, mask.reshape(here_of(shards), -1))
+        return jax.vmap(change)(shards, mask.reshape(num_local(shards), -1))
 
     return buffer.replace(shards=run(buffer, body, mask))
 
 
-def tell(
+def change_rows(
     buffer: AnyShards, rows: PyTree[Array], change: Callable[[Any, Array, Any], Body]
 ) -> AnyShards:
     """Applies ``change(shard, number, rows)`` to every shard, with the rows of all devices."""
 
-    def body(shards: Body, mine: Any, _: Any) -> Body:
-        rows = all_gather(mine, buffer.axis)
+    def body(shards: Body, rows: Any, _: Any) -> Body:
+        rows = all_gather(rows, buffer.axis)  # [B]
         numbers = numbers_of(shards, buffer.axis)
-        return jax.vmap(lambda shard, number: change(shard, number, rows))(shards, numbers)
+        return jax.vmap(change, in_axes=(0, 0, None))(shards, numbers, rows)
 
     return buffer.replace(shards=run(buffer, body, rows))
 
@@ -232,52 +207,52 @@ def tell(
 def slots_at(buffer: Shards, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
     """Returns the slots of the windows that start at steps of environments of all shards."""
 
-    def of(shard: Any, number: Array, steps: tuple[Array, Array]) -> Slots:
+    def read(shard: Any, number: Array, steps: tuple[Array, Array]) -> Slots:
         env, position = steps
-        own = (env >= 0) & (env // shard.num_envs == number)
-        env = jnp.where(own, env - number * shard.num_envs, shard.num_envs)
-        found = shard.slots_at(env, position)
-        there = found.index < shard.capacity
-        named = numbered(buffer, found, number)
-        # Zeros answer for the rows of other shards.
+        inside = (env >= 0) & (env // shard.num_envs == number)
+        env = jnp.where(inside, env - number * shard.num_envs, shard.num_envs)
+        slots = shard.slots_at(env, position)
+        present = slots.index < shard.capacity
+        # `read_rows` sums over the shards, so rows of other shards are 0, and slots are counted
+        # from the end of the buffer.
         return jax.tree.map(
-            lambda leaf, none: jnp.where(there, leaf - none, jnp.zeros_like(leaf)),
-            named,
+            lambda leaf, missing: jnp.where(present, leaf - missing, jnp.zeros_like(leaf)),
+            global_slots(buffer, slots, number),
             Slots(jnp.int32(buffer.capacity), jnp.uint32(0)),
         )
 
-    found = answers(buffer, (env, position), of)
-    return found.replace(index=found.index + buffer.capacity)
+    slots = read_rows(buffer, (env, position), read)
+    return slots.replace(index=slots.index + buffer.capacity)
 
 
-def answers(buffer: Shards, rows: PyTree[Array], of: Callable[..., Any]) -> Any:
-    """Returns what ``of(shard, number, rows)`` answers for each row; all shards but one say 0."""
+def read_rows(buffer: Shards, rows: PyTree[Array], read: Callable[..., Any]) -> Any:
+    """Returns the sum of ``read(shard, number, rows)``, of which at most one is not 0 in a row."""
 
-    def body(shards: Body, mine: PyTree[Array], _: Any) -> Any:
-        rows = all_gather(mine, buffer.axis)
-        count = jax.tree.leaves(mine)[0].shape[0]
+    def body(shards: Body, rows: PyTree[Array], _: Any) -> Any:
+        count = jax.tree.leaves(rows)[0].shape[0]
+        rows = all_gather(rows, buffer.axis)  # [B]
         numbers = numbers_of(shards, buffer.axis)
-        answers = jax.vmap(lambda shard, number: of(shard, number, rows))(shards, numbers)
+        values = jax.vmap(read, in_axes=(0, 0, None))(shards, numbers, rows)  # [L, B]
 
-        def own(leaf: Array) -> Array:
+        def sum_of_rows(leaf: Array) -> Array:
             if count == 0:
                 return leaf[0]
-            kind = jnp.int32 if leaf.dtype == bool else leaf.dtype
-            total = lax.psum(jnp.sum(leaf, axis=0, dtype=kind), buffer.axis)
+            dtype = jnp.int32 if leaf.dtype == bool else leaf.dtype
+            total = lax.psum(jnp.sum(leaf, axis=0, dtype=dtype), buffer.axis)  # [B]
             return total.reshape(-1, count, *total.shape[1:])[lax.axis_index(buffer.axis)]
 
-        return jax.tree.map(own, answers)
+        return jax.tree.map(sum_of_rows, values)
 
     return run(buffer, body, rows)
 
 
-def checked(shards: Body, operation: Operation, given: dict[str, Any]) -> Any:
-    """Returns the shapes of what an operation of one shard returns, which checks its arguments.
+def result_shapes(shards: Body, operation: Operation, arguments: dict[str, Any]) -> Any:
+    """Checks the arguments of an operation of one shard; returns the shapes of its result.
 
-    Neither the shardings of the arrays nor the axes that they vary over are seen. Arguments that
-    are not traced are, so that known numbers are checked.
+    Arguments that are traced lose their shardings and the axes over which they vary. The values of
+    the others are checked, too.
     """
-    leaves, treedef = jax.tree.flatten((shards, given))
+    leaves, treedef = jax.tree.flatten((shards, arguments))
     of_shards = jax.tree.structure(shards).num_leaves
     shapes = {
         i: jax.ShapeDtypeStruct(
@@ -289,14 +264,14 @@ def checked(shards: Body, operation: Operation, given: dict[str, Any]) -> Any:
         if i < of_shards or isinstance(leaf, jax.core.Tracer)
     }
 
-    def perform(seen: dict[int, Any]) -> Any:
-        shard, given = treedef.unflatten([seen.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return operation.of(shard, given)
+    def perform(traced: dict[int, Any]) -> Any:
+        shard, arguments = treedef.unflatten([traced.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return operation.of(shard, arguments)
 
     return jax.eval_shape(perform, shapes)
 
 
-def arrays(shards: Body, operation: Operation, given: dict[str, Any]) -> dict[str, Any]:
+def cast_arguments(shards: Body, operation: Operation, arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of an operation that are not static, with the dtypes that they become.
 
     Arrays of other dtypes, or of weak types, which are lost on the way, would not be accepted.
@@ -304,88 +279,79 @@ def arrays(shards: Body, operation: Operation, given: dict[str, Any]) -> dict[st
     Args:
         shards: The shards.
         operation: The operation.
-        given: Its arguments by name, which were checked.
+        arguments: Its arguments by name, which were checked.
     """
     dtypes, infinite = operation.about.get("dtypes", {}), operation.about.get("infinite", ())
-    out: dict[str, Any] = {}
-    for name, value in given.items():
+    arrays: dict[str, Any] = {}
+    for name, value in arguments.items():
         if name == operation.slots:
-            out[name] = check_slots(value)
+            arrays[name] = check_slots(value)
         elif name in operation.about.get("stored", ()):
-            like = fields.stored(shards.data, given["path"], f"{shards.unit} have")
-            out[name] = jax.tree.map(
+            like = fields.stored(shards.data, arguments["path"], f"{shards.unit} have")
+            arrays[name] = jax.tree.map(
                 lambda leaf, stored, name=name: numbers.to_array(leaf, name, stored.dtype),
                 trees.match(like, value),
                 like,
             )
         elif value is not None and name in dtypes:
-            out[name] = numbers.to_array(value, name, dtypes[name], infinite=name in infinite)
-    return out
+            arrays[name] = numbers.to_array(value, name, dtypes[name], infinite=name in infinite)
+    return arrays
 
 
-def each(
+def change_each(
     buffer: AnyShards, change: Callable[..., Body], arguments: tuple[Any, ...] = ()
 ) -> AnyShards:
     """Applies ``change(shard, *arguments)`` to every shard."""
 
-    def body(shards: Any, _: Any, same: Any) -> Body:
-        if here_of(shards) > 1:
-            return jax.vmap(lambda shard: change(shard, *same))(shards)
+    def body(shards: Any, _: Any, replicated: Any) -> Body:
+        if num_local(shards) > 1:
+            return jax.vmap(lambda shard: change(shard, *replicated))(shards)
         # A single shard is not mapped: its loops end by its own conditions, and XLA updates what
         # they carry in place.
-        changed = change(jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), shards), *same)
+        changed = change(jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), shards), *replicated)
         return jax.tree.map(lambda leaf: leaf[None], changed)
 
-    return buffer.replace(shards=run(buffer, body, same=arguments))
+    return buffer.replace(shards=run(buffer, body, replicated=arguments))
 
 
 def metrics(buffer: Shards) -> dict[str, Array]:
     """Returns the metrics of all shards, joined as their names say."""
 
     def body(shards: Body, *_: Any) -> dict[str, Array]:
-        found = all_gather(jax.vmap(lambda shard: shard.metrics())(shards), buffer.axis)
-        found.pop("effective_sample_size", None)
-        count = found.get("windows", found["size"])
-        counts = shards.counter_names
+        of_shards = jax.vmap(lambda shard: shard.metrics())(shards)
+        of_shards = all_gather(of_shards, buffer.axis)  # [S]
+        of_shards.pop("effective_sample_size", None)
+        count = of_shards.get("windows", of_shards["size"])
+        counters = shards.counter_names
         alike = {"version", *jax.vmap(lambda shard: shard.sampler_numbers())(shards)}
         return {
             name: value[0]
             if name in alike
             else jnp.sum(value, dtype=value.dtype)
-            if name in counts
-            else _joined(name, value, count)
-            for name, value in found.items()
+            if name in counters
+            else _join_metric(name, value, count)
+            for name, value in of_shards.items()
         }
 
     return run(buffer, body, out=jax.P())
 
 
-def _joined(name: str, value: Array, count: Int[Array, " S"]) -> Array:
+def _join_metric(name: str, value: Array, count: Int[Array, " S"]) -> Array:
     """Returns one value for the values ``[S]`` of a metric in all shards, with ``count`` items."""
-    some = count > 0
+    nonempty = count > 0  # [S]
     if name.endswith("_mean"):
         share = count.astype(jnp.float32) / jnp.maximum(jnp.sum(count), 1).astype(jnp.float32)
-        return jnp.sum(jnp.where(some, value * share, 0.0))
+        return jnp.sum(jnp.where(nonempty, value * share, 0.0))
     # A shard without items has no extremes. If all are empty, the value is that of the first one.
-    known = jnp.where(some, value, value[jnp.argmax(some)])
+    extremes = jnp.where(nonempty, value, value[jnp.argmax(nonempty)])  # [S]
     if name.endswith("_min"):
-        return jnp.min(known)
+        return jnp.min(extremes)
     if name.endswith("_max"):
-        return jnp.max(known)
+        return jnp.max(extremes)
     return jnp.sum(value, dtype=value.dtype)
 
 
 def _supports(buffer: Shards, shards: Body) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Returns the number of items that each shard can draw, and their least probability."""
-
-    def of(shard: Body) -> tuple[Array, Array]:
-        known = shard.support()
-        return known.count, known.least_probability
-
-    return all_gather(jax.vmap(of)(shards), buffer.axis)
-
-
-def own_slots(slots: Slots, number: Int[Array, ""], capacity: int) -> Slots:
-    """Returns the slots within one shard; those of other shards are out of range."""
-    own = slots.index // capacity == number
-    return slots.replace(index=jnp.where(own, slots.index - number * capacity, capacity))
+    support = jax.vmap(lambda shard: shard.support())(shards)
+    return all_gather((support.count, support.least_probability), buffer.axis)

@@ -1,4 +1,4 @@
-"""Programs that run on each device of a ``Sharded``, with the shards that lie there."""
+"""Programs that run on each device of a ``Sharded``, with the shards of this device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,18 +42,18 @@ class Shards(Buffer, struct.PyTreeNode):
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes over which a batch is split here; empty outside of ``shard_map``."""
-        inside = self.axis in jax.sharding.get_abstract_mesh().manual_axes
-        return (self.axis,) if inside else ()
+        manual = self.axis in jax.sharding.get_abstract_mesh().manual_axes
+        return (self.axis,) if manual else ()
 
 
 def run(
     buffer: Shards,
     body: Callable[[Any, Any, Any], Any],
     rows: PyTree[Array] = (),
-    same: PyTree[Array] = (),
+    replicated: PyTree[Array] = (),
     out: jax.P | None = None,
 ) -> Any:
-    """Runs ``body(shards, rows, same)`` on each device, with the device's own shards and rows.
+    """Runs ``body(shards, rows, replicated)`` on each device, with its own shards and rows.
 
     Inside the caller's ``jax.shard_map`` over the axis this is a plain call. Elsewhere it is mapped
     over the mesh of the buffer.
@@ -62,15 +62,15 @@ def run(
         buffer: The buffer.
         body: A function of the arrays on one device; its shards have a leading axis ``S / D``.
         rows: Arrays whose first axis is sharded.
-        same: Arrays that are replicated on every device.
+        replicated: Arrays that are the same on every device.
         out: The ``PartitionSpec`` of the results; by default that of the shards.
 
     Raises:
         ValueError: If the program runs on another mesh than the buffer's, or a caller's
             ``shard_map`` does not split the buffer.
     """
-    here = jax.sharding.get_abstract_mesh()
-    mesh = buffer.mesh if here.empty else here
+    current = jax.sharding.get_abstract_mesh()
+    mesh = buffer.mesh if current.empty else current
     spec = jax.P(buffer.axis)
     if mesh.shape.get(buffer.axis) != buffer.mesh.shape[buffer.axis]:
         raise ValueError(
@@ -78,14 +78,14 @@ def run(
             f"on one of {dict(mesh.shape)}; create it on that mesh, or save and load it"
         )
     if buffer.batch_axes:
-        local = here_of(buffer.shards)
+        local = num_local(buffer.shards)
         if local * mesh.shape[buffer.axis] != buffer.num_shards:
             raise ValueError(
                 f"buffer has {local} of its {buffer.num_shards} shards on each of "
                 f"{mesh.shape[buffer.axis]} devices; pass it to shard_map by in_specs={spec}"
             )
-        return body(buffer.shards, rows, same)
-    args, specs = (buffer.shards, rows, same), (spec, spec, jax.P())
+        return body(buffer.shards, rows, replicated)
+    args, specs = (buffer.shards, rows, replicated), (spec, spec, jax.P())
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[buffer.axis] == _EXPLICIT:
         # With explicit sharding, shard_map requires arguments with the shardings of its in_specs.
         args = tuple(
@@ -94,7 +94,7 @@ def run(
         )
     mapped = jax.shard_map(
         lambda *args: body(*jax.tree.map(_constant_if_empty, args)),
-        mesh=buffer.mesh if here.empty else None,
+        mesh=buffer.mesh if current.empty else None,
         in_specs=specs,
         out_specs=spec if out is None else out,
         axis_names={buffer.axis},
@@ -108,12 +108,12 @@ def _constant_if_empty(leaf: Array) -> Array:
     return jnp.zeros_like(leaf) if leaf.size == 0 else leaf
 
 
-def here_of(shards: PyTree[Array]) -> int:
+def num_local(shards: PyTree[Array]) -> int:
     """Returns the number of shards among these, ``L = S / D`` on each device."""
     return jax.tree.leaves(shards)[0].shape[0]
 
 
 def numbers_of(shards: PyTree[Array], axis: str) -> Int[Array, " L"]:
     """Returns the numbers of the shards on this device."""
-    local = here_of(shards)
+    local = num_local(shards)
     return lax.axis_index(axis) * local + jnp.arange(local, dtype=jnp.int32)

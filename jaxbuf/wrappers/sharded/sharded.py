@@ -29,9 +29,9 @@ from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Sampler, Support
-from jaxbuf.wrappers.sharded import draw
 from jaxbuf.wrappers.sharded import operations as on_shards
-from jaxbuf.wrappers.sharded.per_device import Shards, here_of
+from jaxbuf.wrappers.sharded import sampling
+from jaxbuf.wrappers.sharded.per_device import Shards, num_local
 
 
 class Sharded(SlottedBuffer, Shards):
@@ -135,22 +135,16 @@ class Sharded(SlottedBuffer, Shards):
             arrays = jax.tree.leaves(one)
             each = sum(sizes.check_bytes("a shard", x.shape, x.dtype) for x in arrays)
             label, rows = "what each device keeps of the shards", one.capacity
-            need = each * count // devices
-            sizes.check_memory(label, need, "capacity of a shard", rows, mesh.local_devices)
+            nbytes = each * count // devices
+            sizes.check_memory(label, nbytes, "capacity of a shard", rows, mesh.local_devices)
 
         def build() -> Body:
             return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), make())
 
         sharding = jax.NamedSharding(mesh, jax.P(axis))
         with using_width(width), sizes.allocating("what the shards keep of their items"):
-            built: Any = jax.jit(build, out_shardings=sharding)()
-        return cls(
-            shards=built,
-            num_shards=count,
-            mesh=mesh,
-            axis=axis,
-            exchange=exchange,
-        )
+            stacked: Any = jax.jit(build, out_shardings=sharding)()
+        return cls(shards=stacked, num_shards=count, mesh=mesh, axis=axis, exchange=exchange)
 
     @property
     def abilities(self) -> frozenset[str]:
@@ -177,7 +171,7 @@ class Sharded(SlottedBuffer, Shards):
         return self.shards, self.num_shards
 
     def room(self, sequence_length: int | None = None) -> tuple[float, str]:
-        """Returns how many items, or windows, a batch can come from, and a text for this number."""
+        """Returns the number of items, or windows, of a full buffer, and a text for this number."""
         each, text = self.shards.room(sequence_length)
         return self.num_shards * each, text
 
@@ -185,7 +179,7 @@ class Sharded(SlottedBuffer, Shards):
     @program()
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, in all shards together."""
-        return on_shards.total(self, on_shards.size_of)
+        return on_shards.total(self, lambda shard: shard.size)
 
     @property
     def occupancy(self) -> Contents:
@@ -219,41 +213,57 @@ class Sharded(SlottedBuffer, Shards):
             ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
                 shards' ``add``.
         """
-        return self._put("add", on_shards.add, items, dict(options))
+        shards = self._put(
+            "add", lambda shard, items, options: shard.add(items, **options), items, dict(options)
+        )
+        return self.replace(shards=shards)
 
     def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
-        return self._put("insert", on_shards.insert, items, dict(options))
+        shards, slots = self._put(
+            "insert",
+            lambda shard, items, options: shard.insert(items, **options),
+            items,
+            dict(options),
+        )
+        return self.replace(shards=shards), slots
 
     def _put(
-        self, method: str, put: Function, items: PyTree[Array], options: dict[str, object]
+        self, name: str, put: Function, items: PyTree[Array], options: dict[str, object]
     ) -> Any:
-        """Returns ``put(self, items, options)`` with the options that are given.
+        """Returns the results of ``put(shard, items, options)`` of the shards, of their own rows.
+
+        Options that are None are left out.
+
+        Args:
+            name: The name of the operation, for errors.
+            put: A function that adds rows to a shard.
+            items: The rows of all shards.
+            options: The options of the shards' own operation, by name.
 
         Raises:
             ValueError: If an argument is wrong, in the shapes that the caller knows.
         """
         arguments = {name: value for name, value in options.items() if value is not None}
-        check_options(self.shards, method, arguments)
+        check_options(self.shards, name, arguments)
         if "env_ids" in arguments:
             raise ValueError("env_ids was given, but rows go to shards by their place; use mask")
         trees.leaves(items, "items")
         if not jax.tree.leaves(items):
             raise ValueError("items has no arrays; expected the leaves of an item, each (B, ...)")
         for path, leaf in jax.tree_util.tree_leaves_with_path({"items": items} | arguments):
-            name = path[0].key + jax.tree_util.keystr(path[1:])
+            argument = path[0].key + jax.tree_util.keystr(path[1:])
             if not np.ndim(leaf):
-                raise ValueError(f"{name} has shape (); expected a row for each item, (B, ...)")
+                raise ValueError(f"{argument} has shape (); expected a row for each item, (B, ...)")
             if path[0].key == "items":
-                self._check_rows(name, np.shape(leaf)[0])
+                self._check_rows(argument, np.shape(leaf)[0])
         try:
-            return put(self, items, arguments)
+            return on_shards.put(self, put, items, arguments)
         except (TypeError, ValueError):
             # A shard knows its own rows only. One buffer for all rows names what is wrong.
-            here = here_of(self.shards)
-            sizes = {"num_envs": here * self.shards.num_envs} if self.shards.num_envs else {}
+            envs = num_local(self.shards) * self.shards.num_envs
             one = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self.shards))
-            whole = jax.eval_shape(lambda: one.anew(**sizes))
-            jax.eval_shape(lambda buffer: getattr(buffer, method)(items, **arguments), whole)
+            whole = jax.eval_shape(lambda: one.anew(**({"num_envs": envs} if envs else {})))
+            jax.eval_shape(lambda buffer: put(buffer, items, arguments), whole)
             raise
 
     @property
@@ -269,9 +279,9 @@ class Sharded(SlottedBuffer, Shards):
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
     ) -> Self:
-        known = self.shards.check_hyperparameters({"values": values, **options})["values"]
+        checked = self.shards.check_hyperparameters({"values": values, **options})["values"]
         return on_shards.change_sampler(
-            self, lambda shard, values: shard.set_hyperparameters(values), (known,)
+            self, lambda shard, values: shard.set_hyperparameters(values), (checked,)
         )
 
     def with_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -301,7 +311,7 @@ class Sharded(SlottedBuffer, Shards):
         rows = check_batch_size(batch_size)
         key = check_key(key)
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
-        return draw.sample(self, key, rows)
+        return sampling.sample(self, key, rows)
 
     def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Performs an operation in each shard, with the slots of its own items.
@@ -316,33 +326,32 @@ class Sharded(SlottedBuffer, Shards):
                 "ask each shard, which is a buffer: "
                 f"jax.vmap(lambda shard: shard.{operation.name}(...))(sharded.shards)",
             )
-        answer = on_shards.checked(self.shards, operation, arguments)
-        rows, slots = on_shards.arrays(self.shards, operation, arguments), operation.slots
+        shapes = on_shards.result_shapes(self.shards, operation, arguments)
+        rows, slots = on_shards.cast_arguments(self.shards, operation, arguments), operation.slots
         if slots is None:
-            return on_shards.each(
-                self, lambda one, rows: operation.of(one, arguments | rows), (rows,)
+            return on_shards.change_each(
+                self, lambda shard, rows: operation.of(shard, arguments | rows), (rows,)
             )
-        at, mask = rows[slots], rows.get("mask")
-        self._check_rows(slots, at.index.shape[0])
+        all_slots, mask = rows[slots], rows.get("mask")
+        self._check_rows(slots, all_slots.index.shape[0])
         if mask is not None and mask.ndim == 1:
             # Rows that are masked out travel as slots that are out of range.
-            index = jnp.where(rows.pop("mask"), at.index, self.capacity)
-            rows[slots], arguments = at.replace(index=index), arguments | {"mask": None}
+            index = jnp.where(rows.pop("mask"), all_slots.index, self.capacity)
+            rows[slots], arguments = all_slots.replace(index=index), arguments | {"mask": None}
 
-        def of(shard: Body, number: Array, rows: dict[str, Any]) -> Any:
-            own = on_shards.own_slots(rows[slots], number, shard.capacity)
-            return operation.of(shard, arguments | rows | {slots: own})
+        def perform(shard: Body, number: Array, rows: dict[str, Any]) -> Any:
+            inside = on_shards.shard_slots(rows[slots], number, shard.capacity)
+            return operation.of(shard, arguments | rows | {slots: inside})
 
         if operation.changes:
-            return on_shards.tell(self, rows, of)
-        return jax.tree.map(
-            lambda leaf, like: leaf.astype(like.dtype), on_shards.answers(self, rows, of), answer
-        )
+            return on_shards.change_rows(self, rows, perform)
+        values = on_shards.read_rows(self, rows, perform)
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), values, shapes)
 
     def get(self, slots: Slots) -> Sample:
         slots = check_slots(slots)
         self._check_rows("slots", slots.index.shape[0])
-        return draw.get(self, slots)
+        return sampling.get(self, slots)
 
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
@@ -350,24 +359,26 @@ class Sharded(SlottedBuffer, Shards):
         self._need_windows("slots_at")
         env, position, shape = broadcast_steps(env_ids, positions)
         self._check_rows("env_ids", env.shape[0])
-        found = on_shards.slots_at(self, env, position)
-        return jax.tree.map(lambda leaf: leaf.reshape(shape), found)
+        slots = on_shards.slots_at(self, env, position)
+        return jax.tree.map(lambda leaf: leaf.reshape(shape), slots)
 
     def clear(self, envs: Envs = None) -> Self:
         if envs is None:
-            return on_shards.each(self, lambda shard: shard.clear())
+            return on_shards.change_each(self, lambda shard: shard.clear())
         self._need_windows("clear")
-        return on_shards.of_envs(self, self._mask_of(envs), lambda shard, mask: shard.clear(mask))
+        return on_shards.change_envs(
+            self, self._mask_of(envs), lambda shard, mask: shard.clear(mask)
+        )
 
     def end_episodes(self, envs: Envs = None) -> Self:
         self._need_episodes("end_episodes")
-        return on_shards.of_envs(
+        return on_shards.change_envs(
             self, self._mask_of(envs), lambda shard, mask: shard.end_episodes(mask)
         )
 
     def drop_newest_episode(self, envs: Envs = None) -> Self:
         self._need_episodes("drop_newest_episode")
-        return on_shards.of_envs(
+        return on_shards.change_envs(
             self, self._mask_of(envs), lambda shard, mask: shard.drop_newest_episode(mask)
         )
 
@@ -382,7 +393,7 @@ class Sharded(SlottedBuffer, Shards):
 
     @program()
     def _occupied(self) -> Int[Array, ""]:
-        return on_shards.total(self, on_shards.occupied)
+        return on_shards.total(self, lambda shard: shard.occupancy.size)
 
     def _need_windows(self, method: str) -> None:
         """Checks that the shards hold windows.
@@ -409,13 +420,13 @@ class Sharded(SlottedBuffer, Shards):
             )
 
     def _mask_of(self, envs: Envs) -> Bool[Array, " E"]:
-        """Returns a mask of the environments that are here, in the order of the rows of ``add``."""
-        return mask_of(envs, here_of(self.shards) * self.shards.num_envs)
+        """Returns a mask of this device's environments, in the order of the rows of ``add``."""
+        return mask_of(envs, num_local(self.shards) * self.shards.num_envs)
 
     def _check_rows(self, name: str, rows: int) -> None:
-        """Raises ValueError if rows cannot be split evenly among the shards that are here."""
+        """Raises ValueError if rows cannot be split evenly among the shards of this device."""
         advice = "; pad with rows that are masked out"
-        _check_multiple(f"{name} has {rows} rows", rows, here_of(self.shards), advice)
+        _check_multiple(f"{name} has {rows} rows", rows, num_local(self.shards), advice)
 
 
 def _check_multiple(what: str, rows: int, count: int, advice: str = "") -> None:
