@@ -1,4 +1,4 @@
-"""A buffer for several threads, which change it in turn and wait until they can go on."""
+"""A buffer that several threads change in turn, and on which they wait for one another."""
 
 import contextlib
 import dataclasses
@@ -157,7 +157,7 @@ class Holder(Generic[State]):
                 recheck = _RECHECK
         self._state = state
         self._limiter: Any = limiter
-        self._asked = time.monotonic()
+        self._limiter_time = time.monotonic()
         self._recheck = recheck
         self._changed = threading.Condition()
         self._changes = 0  # the number of times that waiting threads were woken
@@ -297,7 +297,7 @@ class Holder(Generic[State]):
         with self._turn() as signals:
             self._wait_for(signals, request, timeout)
             self._state = doors.add(cast("Any", self._state), items, mask=mask, **options)
-            self._count("inserted", request.rows)
+            self._count(request)
             self._wake()
 
     def sample(
@@ -429,14 +429,14 @@ class Holder(Generic[State]):
         """
         check_options(self._state, "take", {})
         rows = check_batch_size(batch_size)
-        asks = f"batch_size asks for {rows} rows at a time"
-        as_buffer(self._state).check_room(asks, rows)
-        _check_rate(self._limiter, asks, "can_sample", rows)
+        request = _Request(f"batch_size asks for {rows} rows at a time", False, rows, rows)
+        as_buffer(self._state).check_room(request.asks, rows)
+        _check_rate(self._limiter, request.asks, "can_sample", rows)
         with self._turn() as signals:
-            self._wait_for(signals, _Request(asks, False, rows, rows), timeout)
-            taken: tuple[Any, Sample] = doors.take(cast("Any", self._state), rows)
-            self._state, batch = taken
-            self._count("sampled", rows)
+            self._wait_for(signals, request, timeout)
+            result: tuple[Any, Sample] = doors.take(cast("Any", self._state), rows)
+            self._state, batch = result
+            self._count(request)
             self._wake()
             return batch
 
@@ -500,28 +500,29 @@ class Holder(Generic[State]):
         finish: Callable[[Any, Sample], Result],
     ) -> Result:
         """Samples as soon as it can; returns ``finish(state, batch)``."""
-        given = {name: value for name, value in options.items() if value is not None}
-        check_options(self._state, "sample", given)
-        rows = enough = check_batch_size(batch_size)
-        asks = wanted = f"batch_size asks for {rows} rows at a time"
+        options = {name: value for name, value in options.items() if value is not None}
+        check_options(self._state, "sample", options)
+        rows = needs = check_batch_size(batch_size)
+        asks_for_rows = asks = f"batch_size asks for {rows} rows at a time"
         if least is not None:
-            enough = check_count("least", least)
-            wanted = f"least asks for {enough} rows at a time"
-        length = given.get("sequence_length")
+            needs = check_count("least", least)
+            asks = f"least asks for {needs} rows at a time"
+        length = options.get("sequence_length")
         if length is not None:
             length = check_count("sequence_length", length)
-        state = as_buffer(self._state)
-        state.check_room(wanted, enough, length)
-        _check_rate(self._limiter, asks, "can_sample", rows)
-        one, _ = state.inside()
-        if not (is_created(one) and one.num_envs):
+        buffer = as_buffer(self._state)
+        buffer.check_room(asks, needs, length)
+        _check_rate(self._limiter, asks_for_rows, "can_sample", rows)
+        inner, _ = buffer.inside()
+        if not (is_created(inner) and inner.num_envs):
             length = None
+        request = _Request(asks, False, rows, needs, length)
         with self._turn() as signals:
-            self._wait_for(signals, _Request(wanted, False, rows, enough, length), timeout)
-            batch = doors.sample(cast("Any", self._state), key, batch_size, **given)
+            self._wait_for(signals, request, timeout)
+            batch = doors.sample(cast("Any", self._state), key, batch_size, **options)
             result = finish(self._state, batch)
             if self._limiter is not None:
-                self._count("sampled", rows)
+                self._count(request)
                 self._wake()
             return result
 
@@ -529,13 +530,15 @@ class Holder(Generic[State]):
         """Returns the limiter at the present time; the caller has the lock."""
         if after := _optional(self._limiter, "after"):
             now = time.monotonic()
-            self._limiter, self._asked = after(now - self._asked), now
+            self._limiter, self._limiter_time = after(now - self._limiter_time), now
         return self._limiter
 
-    def _count(self, event: str, rows: int) -> None:
-        """Tells the limiter of an event; the caller has the lock."""
+    def _count(self, request: "_Request") -> None:
+        """Counts the rows of a request in the limiter; the caller has the lock."""
         if self._limiter is not None:
-            self._limiter = getattr(self._limiter_now(), event)(rows)
+            limiter = self._limiter_now()
+            counted = limiter.inserted if request.inserts else limiter.sampled
+            self._limiter = counted(request.rows)
 
     def _wait_for(
         self, signals: DeferredSignals, request: "_Request", timeout: float | None
@@ -552,7 +555,7 @@ class Holder(Generic[State]):
             self._waited[request.inserts] += time.monotonic() - began
 
     def _grants(self, request: "_Request", state: Any) -> bool:
-        """Returns whether a call can go on now, and remembers it if not.
+        """Returns whether a request can go on now, and remembers it if not.
 
         Raises:
             ValueError: If it never can.
@@ -563,7 +566,7 @@ class Holder(Generic[State]):
         if request not in self._refused:
             self._refused.add(request)
             self._check_capacity(request, state)
-            # For the sake of this sample inserts may go on that were held back.
+            # Inserts that the limiter held back may go on, so that this sample can.
             self._wake()
         self._check_stuck(request, state)
         return False
@@ -574,20 +577,21 @@ class Holder(Generic[State]):
             return False
         if self._limiter is None or request.rows == 0 or self._limiter_allows(request, state):
             return True
-        # Inserts are held back for the sake of samples, so not while these cannot go on either.
+        # The limiter holds inserts back until samples catch up, so not while samples are refused.
         return request.inserts and self._is_sample_refused(state)
 
     def _is_sample_refused(self, state: Any) -> bool:
         """Returns whether a sample was refused that could still not go on."""
-        samples = [request for request in self._refused if not request.inserts]
-        still = {request for request in samples if not self._can_go_on(request, state)}
-        self._refused.difference_update({*samples} - still)
-        return bool(still)
+        samples = {request for request in self._refused if not request.inserts}
+        refused = {request for request in samples if not self._can_go_on(request, state)}
+        self._refused -= samples - refused
+        return bool(refused)
 
     def _limiter_allows(self, request: "_Request", state: Any) -> bool:
-        ask = getattr(self._limiter_now(), request.question)
+        limiter = self._limiter_now()
+        allows = limiter.can_insert if request.inserts else limiter.can_sample
         # As a Python number, since the state may be on other devices than the limiter.
-        return bool(ask(int(_size(state)), request.rows))
+        return bool(allows(int(_size(state)), request.rows))
 
     def _check_capacity(self, request: "_Request", state: Any) -> None:
         """Checks that the limiter would allow to sample after any number of inserts.
@@ -599,8 +603,8 @@ class Holder(Generic[State]):
         if self._limiter is None or request.inserts or not math.isfinite(capacity):
             return
         limiter, after = self._limiter, _optional(self._limiter, "after")
-        later = limiter if after is None else after(_MANY_SECONDS)
-        if not bool(later.inserted(_MANY_ROWS).can_sample(int(capacity), request.rows)):
+        latest = limiter if after is None else after(_MANY_SECONDS)
+        if not bool(latest.inserted(_MANY_ROWS).can_sample(int(capacity), request.rows)):
             raise ValueError(
                 f"{request.asks}, but limiter never allows that in a buffer for {capacity} rows; "
                 "this would wait for ever: make the capacity larger, or what limiter wants in the "
@@ -619,9 +623,9 @@ class Holder(Generic[State]):
         if all(other.inserts == request.inserts for other in self._refused):
             return
         # A limiter that depends on a clock may allow a take later.
-        asked = self._limiter is not None and _optional(self._limiter, "after") is None
+        final = self._limiter is not None and _optional(self._limiter, "after") is None
         for other in smallest:
-            refused = not other.inserts and asked and not self._limiter_allows(other, state)
+            refused = not other.inserts and final and not self._limiter_allows(other, state)
             if other.fits(state) and not refused:
                 return
         insert, take = (self._smallest[inserts] for inserts in (True, False))
@@ -687,13 +691,13 @@ class Holder(Generic[State]):
 
     def _pause(self, signals: DeferredSignals, end: float) -> None:
         """Waits for a change until a time, without the lock."""
-        before = self._changes
+        changes = self._changes
         while (left := end - time.monotonic()) > 0:
             if signals.deliver():
                 return
             self._changed.wait(min(left, signals.pause))
             # A change that began before the pause was over, and ended after it, has woken nobody.
-            if self._changes != before:
+            if self._changes != changes:
                 return
 
 
@@ -716,32 +720,27 @@ class _Request:
     needs: int
     length: int | None = None
 
-    @property
-    def question(self) -> str:
-        """The method of the limiter to ask."""
-        return "can_insert" if self.inserts else "can_sample"
-
     def fits(self, state: Any) -> bool:
         """Returns whether the buffer has enough room, or items."""
         if self.needs == 0:
             return True
         if self.length is not None:
             return bool(_count_windows(state, self.length) >= self.needs)
-        ask = type(state).can_add if self.inserts else type(state).can_sample
-        return bool(doors.call(ask, state, self.needs))
+        can_go_on = type(state).can_add if self.inserts else type(state).can_sample
+        return bool(doors.call(can_go_on, state, self.needs))
 
     def describe(self, state: Any) -> str:
-        """Returns what there is in place of it."""
+        """Returns the present contents of the buffer, for an error."""
         if self.length is not None:
             windows = int(_count_windows(state, self.length))
             return f"the buffer holds {windows} windows of {self.length} steps"
         size, capacity = getattr(state, "size", "some"), getattr(state, "capacity", "some")
-        held = f"the buffer holds {size} of at most {capacity} rows"
+        contents = f"the buffer holds {size} of at most {capacity} rows"
         support = _optional(state, "support")
         if self.inserts or support is None:
-            return held
-        things = "windows" if as_buffer(state).num_envs else "items"
-        return f"{held}, and {int(support().count)} {things} can be drawn"
+            return contents
+        unit = "windows" if as_buffer(state).num_envs else "items"
+        return f"{contents}, and {int(support().count)} {unit} can be drawn"
 
 
 def _check_limiter(limiter: object, state: object) -> None:
@@ -763,13 +762,13 @@ def _check_limiter(limiter: object, state: object) -> None:
         )
 
 
-def _optional(thing: object, method: str) -> Callable[..., Any] | None:
-    """Returns a method that a limiter, or your own buffer, need not have, or None."""
-    return getattr(thing, method, None)
+def _optional(owner: object, method: str) -> Callable[..., Any] | None:
+    """Returns a method that a limiter, or a user's buffer, need not have; None if it has none."""
+    return getattr(owner, method, None)
 
 
 def _check_rate(limiter: object, asks: str, method: str, rows: int) -> None:
-    """Checks that a limiter can ever allow so many rows at a time, as far as it is known.
+    """Checks that a limiter can ever allow so many rows at a time, if it has ``most``.
 
     Raises:
         ValueError: If it never does.
@@ -793,9 +792,8 @@ def _count_rows(state: Any, items: Any, mask: Any, part: Any) -> int:
         item = as_buffer(state).example
     except ValueError:
         item = None
-    for leaf, like in zip(
-        jax.tree.leaves(trees.match(item, items)), jax.tree.leaves(item), strict=False
-    ):
+    leaves = jax.tree.leaves(trees.match(item, items))
+    for leaf, like in zip(leaves, jax.tree.leaves(item), strict=False):
         return math.prod(np.shape(leaf)[: np.ndim(leaf) - len(like.shape)])
     return 0
 
