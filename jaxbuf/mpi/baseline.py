@@ -137,11 +137,11 @@ class Percentile:
         rising = jnp.sort(jnp.where(finite, score, jnp.float32(jnp.inf)))
         count = jnp.sum(finite, dtype=jnp.int32)
         last = jnp.maximum(count - 1, 0)
-        place = jnp.float32(self.q) * last.astype(jnp.float32)
-        low = jnp.minimum(place.astype(jnp.int32), last)
+        rank = jnp.float32(self.q) * last.astype(jnp.float32)
+        low = jnp.minimum(rank.astype(jnp.int32), last)
         below, above = rising[low], rising[jnp.minimum(low + 1, last)]
-        between = place - low.astype(jnp.float32)
-        value = below + between * (above - below)
+        fraction = rank - low.astype(jnp.float32)
+        value = below + fraction * (above - below)
         return jnp.where(count > 0, value, jnp.float32(-jnp.inf))
 
 
@@ -160,10 +160,10 @@ def update_average(
         mask: Which rows count, ``[B]``.
     """
     least = _least_finite(score if mask is None else jnp.where(mask, score, jnp.float32(jnp.inf)))
-    before = jnp.where(average == -jnp.inf, least, average)
+    previous = jnp.where(average == -jnp.inf, least, average)
     alpha = jnp.float32(baseline.alpha)
-    after = alpha * least + (jnp.float32(1) - alpha) * before
-    return jnp.where(jnp.isfinite(least), after, average)
+    mixed = alpha * least + (jnp.float32(1) - alpha) * previous
+    return jnp.where(jnp.isfinite(least), mixed, average)
 
 
 def baseline_value(
@@ -213,9 +213,9 @@ def combine(
         return mpi4jax.allreduce(baseline, op=MPI.MIN, comm=comm)
     if by == "max":
         return mpi4jax.allreduce(baseline, op=MPI.MAX, comm=comm)
-    known = jnp.isfinite(baseline)
-    mine = jnp.stack([jnp.where(known, baseline, jnp.float32(0)), known.astype(jnp.float32)])
-    total, count = mpi4jax.allreduce(mine, op=MPI.SUM, comm=comm)
+    finite = jnp.isfinite(baseline)
+    summand = jnp.stack([jnp.where(finite, baseline, jnp.float32(0)), finite.astype(jnp.float32)])
+    total, count = mpi4jax.allreduce(summand, op=MPI.SUM, comm=comm)
     return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.float32(-jnp.inf))
 
 
@@ -284,29 +284,29 @@ class BaselineFilter(struct.PyTreeNode):
         Raises:
             ValueError: When traced, if a shape or dtype differs.
         """
-        got = numbers.type_of(score, "score")
-        if len(got.shape) != 1:
-            raise ValueError(f"score has shape {got.shape}; expected (B,)")
-        rows = got.shape
-        score = storage.check_rows(score, "score", rows, np.float32, "(B,)")
-        offered = jnp.ones(rows, bool)
+        array = numbers.type_of(score, "score")
+        if len(array.shape) != 1:
+            raise ValueError(f"score has shape {array.shape}; expected (B,)")
+        shape = array.shape
+        score = storage.check_rows(score, "score", shape, np.float32, "(B,)")
+        offered = jnp.ones(shape, bool)
         if mask is not None:
-            offered = storage.check_rows(mask, "mask", rows, np.bool_, "(B,)")
+            offered = storage.check_rows(mask, "mask", shape, np.bool_, "(B,)")
         least = storage.check_rows(baseline, "baseline", (), np.float32, "a number")
-        kept = offered & ((score >= least) | (least == -jnp.inf))
-        nothing = jnp.any(offered) & ~jnp.any(kept)
-        filtered = jnp.where(jnp.any(kept), 0, self.filtered + nothing.astype(jnp.int32))
-        whole = jnp.bool_(False)
+        kept = offered & ((score >= least) | (least == -jnp.inf))  # [B]
+        fails = jnp.any(offered) & ~jnp.any(kept)
+        filtered = jnp.where(jnp.any(kept), 0, self.filtered + fails.astype(jnp.int32))
+        refreshes = jnp.bool_(False)
         if self.refresh_after is not None:
-            whole = nothing & (filtered >= self.refresh_after)
-        sent = kept | (offered & whole)
-        counts = [jnp.sum(rows, dtype=jnp.uint32) for rows in (offered, kept, sent)]
-        skipped = (nothing & ~whole).astype(jnp.uint32)
-        after = self.replace(
+            refreshes = fails & (filtered >= self.refresh_after)
+        sent = kept | (offered & refreshes)
+        counts = [jnp.sum(mask, dtype=jnp.uint32) for mask in (offered, kept, sent)]
+        skipped = (fails & ~refreshes).astype(jnp.uint32)
+        changed = self.replace(
             counters=self.counters + jnp.stack([*counts, skipped]),
-            filtered=jnp.where(whole, 0, filtered),
+            filtered=jnp.where(refreshes, 0, filtered),
         )
-        return after, sent
+        return changed, sent
 
     def metrics(self) -> dict[str, Array]:
         """Returns metrics, all scalars. Counts since creation wrap at 2**32.

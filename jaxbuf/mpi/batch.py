@@ -63,16 +63,17 @@ def check_batch(
         ValueError: If a structure, shape or dtype differs, or a required score is missing.
     """
     items, (rows,) = storage.check(like, items, "items", ("B",))
-    present = jnp.ones((rows,), bool)
-    if mask is not None:
-        present = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
+    if mask is None:
+        mask = jnp.ones((rows,), bool)
+    else:
+        mask = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
     if score is not None:
         score = storage.check_rows(score, "score", (rows,), np.float32, "(B,)")
     elif needs_score:
         raise ValueError("the manager's buffer uses the score of items; pass score=[B]")
     else:
         score = jnp.full((rows,), jnp.nan, jnp.float32)
-    return Batch(items, score), present
+    return Batch(items, score), mask
 
 
 def uses_score(buffer: ItemBuffer) -> bool:

@@ -111,7 +111,7 @@ class Layout:
     def groups(self) -> tuple[Group, ...]:
         """The groups, in the order of their first ranks."""
         nodes = self._ranks_of_nodes()
-        managers = _share(self.num_managers, [len(ranks) for ranks in nodes])
+        managers = _managers_of_nodes(self.num_managers, [len(ranks) for ranks in nodes])
         if managers is None:
             nodes, managers = [list(itertools.chain(*nodes))], [self.num_managers]
         chunks = [
@@ -142,7 +142,10 @@ class Layout:
         nodes = self.nodes
         if nodes is None:
             return True
-        return all(len({nodes[rank] for rank in (*w, manager)}) == 1 for w, manager in self.groups)
+        return all(
+            len({nodes[rank] for rank in (*workers, manager)}) == 1
+            for workers, manager in self.groups
+        )
 
     def role(self, rank: int) -> Role:
         """Returns the role of a rank.
@@ -233,8 +236,8 @@ def make_communicators(layout: Layout, world: "MPI.Intracomm | None" = None) -> 
     kind, group = layout.role(rank)
 
     def split(number: int | None) -> Any:
-        made = world.Split(MPI.UNDEFINED if number is None else number, key=rank)
-        return None if made == MPI.COMM_NULL else made
+        comm = world.Split(MPI.UNDEFINED if number is None else number, key=rank)
+        return None if comm == MPI.COMM_NULL else comm
 
     # Split is collective: every rank calls it equally often, in the same order.
     return Communicators(
@@ -253,7 +256,7 @@ def node_names(world: "MPI.Intracomm | None" = None) -> tuple[str, ...]:
     return tuple(world.allgather(MPI.Get_processor_name()))
 
 
-def _share(managers: int, ranks: Sequence[int]) -> list[int] | None:
+def _managers_of_nodes(managers: int, ranks: Sequence[int]) -> list[int] | None:
     """Returns the number of managers of each node; None if a group would have to span nodes."""
     if managers < len(ranks):
         return None

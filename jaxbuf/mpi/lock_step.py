@@ -7,7 +7,7 @@ message that another one does not send.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ class LockStep(struct.PyTreeNode):
             )
         check_filter(filter)
         group = Ranks(communicators.group)
-        made = outline(manager, group.last)
+        shapes = outline(manager, group.last)
         is_manager = group.rank == group.last
         managers = communicators.managers
         return cls(
@@ -131,7 +131,7 @@ class LockStep(struct.PyTreeNode):
             slots=checks.check_flag("slots", slots),
             group=group,
             managers=None if managers is None else Ranks(managers),
-            outline=_Outline.of(made),
+            outline=_Outline.of(shapes),
         )
 
     @property
@@ -173,28 +173,30 @@ class LockStep(struct.PyTreeNode):
             chosen, mask = self.filter.select(batch.score, self.baseline, mask)
             end = end.replace(filter=chosen)
         sends = jnp.any(mask)
-        travels = self._any_sends(sends)
+        any_sends = self._any_sends(sends)
 
-        shapes = jax.eval_shape(lambda m: _receive(m, batch, mask, 0, self.slots)[1], abstract)
+        shapes = jax.eval_shape(
+            lambda manager: _receive(manager, batch, mask, 0, self.slots)[1], abstract
+        )
         answers = self._zeros(shapes)
-        gathered = lax.cond(travels, self._exchange("gather"), self._zeros, (batch, mask))
+        gathered = lax.cond(any_sends, self._gather, self._zeros, (batch, mask))
         baseline = self.baseline
         if end.manager is not None:
-            count = jnp.where(travels, self.group.last, 0)
-            manager, answers = _take_all(end.manager, gathered, count, answers, self.slots)
+            count = jnp.where(any_sends, self.group.last, 0)
+            manager, answers = _receive_all(end.manager, gathered, count, answers, self.slots)
             baseline = manager.baseline_value()
             end = end.replace(manager=manager)
-        scores, slots = lax.cond(travels, self._exchange("scatter"), self._own, answers)
+        scores, slots = lax.cond(any_sends, self._scatter, self._row_of_rank, answers)
         if self.agreement is None:
-            baseline = lax.cond(travels, self._exchange("bcast"), jnp.copy, baseline)
+            baseline = lax.cond(any_sends, self._broadcast, jnp.copy, baseline)
         else:
             # All groups take part, also those in which no worker sends anything.
             if self.managers is not None:
                 baseline = combine(baseline, self.managers.comm, self.agreement)
-            baseline = self._exchange("bcast")(baseline)
+            baseline = self._broadcast(baseline)
         if slots is not None:
-            nowhere = jnp.int32(buffer.capacity)
-            slots = slots.replace(index=jnp.where(sends, slots.index, nowhere))
+            no_slot = jnp.int32(buffer.capacity)
+            slots = slots.replace(index=jnp.where(sends, slots.index, no_slot))
         reply = Reply(
             scores=jax.tree.map(lambda x: jnp.where(sends, x, jnp.zeros_like(x)), scores),
             baseline=baseline,
@@ -242,8 +244,8 @@ class LockStep(struct.PyTreeNode):
         value = jnp.asarray(value, jnp.float32)
         mask = jnp.ones(value.shape, bool) if mask is None else jnp.asarray(mask)
         mask &= (slots.index < abstract.buffer.capacity) & (not self.is_manager)
-        travels = self._any_sends(jnp.any(mask))
-        gathered = lax.cond(travels, self._exchange("gather"), self._zeros, (slots, value, mask))
+        any_sends = self._any_sends(jnp.any(mask))
+        gathered = lax.cond(any_sends, self._gather, self._zeros, (slots, value, mask))
         if self.manager is None:
             return self
         slots, value, mask = jax.tree.map(lambda x: x.reshape(-1), gathered)
@@ -254,8 +256,8 @@ class LockStep(struct.PyTreeNode):
         rows = (self.group.size,) if self.is_manager else ()
         return jax.tree.map(lambda x: jnp.zeros((*rows, *x.shape), x.dtype), tree)
 
-    def _own(self, tree: Any) -> Any:
-        """Returns this rank's row of a tree that ``_zeros`` has made."""
+    def _row_of_rank(self, tree: Any) -> Any:
+        """Returns this rank's row of a tree of ``_zeros``, as ``_scatter`` does."""
         return jax.tree.map(lambda x: x[self.group.last], tree) if self.is_manager else tree
 
     def _any_sends(self, sends: Bool[Array, ""]) -> Bool[Array, ""]:
@@ -265,50 +267,61 @@ class LockStep(struct.PyTreeNode):
 
         return mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm) > 0
 
-    def _exchange(self, how: Literal["gather", "scatter", "bcast"]) -> Callable[[Any], Any]:
-        """Returns a collective of mpi4jax between the manager and its workers, for pytrees."""
+    def _gather(self, tree: Any) -> Any:
+        """Returns the trees of all ranks on the manager, with a row for each rank."""
         import mpi4jax
 
-        send = getattr(mpi4jax, how)
-        group = self.group
-        return lambda tree: _in_words(lambda x: send(x, root=group.last, comm=group.comm), tree)
+        return self._exchange(mpi4jax.gather, tree)
+
+    def _scatter(self, tree: Any) -> Any:
+        """Sends each rank its row of the manager's tree."""
+        import mpi4jax
+
+        return self._exchange(mpi4jax.scatter, tree)
+
+    def _broadcast(self, tree: Any) -> Any:
+        """Sends all ranks the manager's tree."""
+        import mpi4jax
+
+        return self._exchange(mpi4jax.bcast, tree)
+
+    def _exchange(self, collective: Callable[..., Array], tree: Any) -> Any:
+        """Passes a tree through a collective between the manager and its workers.
+
+        MPI does not know the small floats, so their bits are sent as integers.
+        """
+
+        def exchange_leaf(x: Array) -> Array:
+            if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+                return collective(x, root=self.group.last, comm=self.group.comm)
+            bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+            return lax.bitcast_convert_type(exchange_leaf(bits), x.dtype)
+
+        return jax.tree.map(exchange_leaf, tree)
 
 
-def _take_all(
+def _receive_all(
     manager: Manager, gathered: Any, count: Int[Array, ""], answers: Any, slots: bool
 ) -> tuple[Manager, Any]:
     """Receives the batches of the first ``count`` ranks; returns a row of answers for each."""
 
-    def take(sender: Array, carry: tuple[Manager, Any]) -> tuple[Manager, Any]:
+    def receive(sender: Array, carry: tuple[Manager, Any]) -> tuple[Manager, Any]:
         manager, answers = carry
         batch, mask = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, sender, keepdims=False), gathered
         )
         manager, row = _receive(manager, batch, mask, sender, slots)
-        answers = jax.tree.map(lambda all_, x: all_.at[sender].set(x), answers, row)
+        answers = jax.tree.map(lambda rows, x: rows.at[sender].set(x), answers, row)
         return manager, answers
 
-    return lax.fori_loop(jnp.int32(0), count, take, (manager, answers))
+    return lax.fori_loop(jnp.int32(0), count, receive, (manager, answers))
 
 
 def _receive(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Any, slots: bool
 ) -> tuple[Manager, Any]:
     """Receives a batch; returns the manager, and the scores and, if asked for, the slots."""
-    manager, scores, placed = manager.insert(
+    manager, scores, row_slots = manager.insert(
         batch.items, score=batch.score, mask=mask, sender=sender
     )
-    return manager, (scores, placed if slots else None)
-
-
-def _in_words(send: Callable[[Array], Array], tree: Any) -> Any:
-    """Sends each leaf; MPI does not know the small floats, so their bits are sent as integers."""
-
-    def send_leaf(x: Array) -> Array:
-        unknown = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-        if not unknown:
-            return send(x)
-        word = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8
-        return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, word)), x.dtype)
-
-    return jax.tree.map(send_leaf, tree)
+    return manager, (scores, row_slots if slots else None)

@@ -87,7 +87,7 @@ class Manager(struct.PyTreeNode):
                 f"baseline is {checks.name_of(baseline)}; expected a baseline such as {EMA()}"
             )
         stateful = with_state(scores)
-        if baseline.uses_buffer and _kept_scores(buffer) is None:
+        if baseline.uses_buffer and _scores_by_slot(buffer) is None:
             raise ValueError(
                 f"{baseline} uses the scores in the buffer, which keeps none; create it with "
                 "evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax(), or use EMA()"
@@ -147,7 +147,7 @@ class Manager(struct.PyTreeNode):
         Raises:
             ValueError: As raised by ``receive``.
         """
-        batch, present = check_batch(
+        batch, mask = check_batch(
             self.buffer.data, items, score, mask, needs_score=uses_score(self.buffer)
         )
         workers = self.counters.shape[0]
@@ -157,7 +157,7 @@ class Manager(struct.PyTreeNode):
             )
         sender = jnp.asarray(trees.owned(sender), jnp.int32)
         state, scores = with_state(self.scores).update(
-            self.score_state, self.buffer, batch, present, sender
+            self.score_state, self.buffer, batch, mask, sender
         )
         if not isinstance(scores, dict):
             raise ValueError(
@@ -165,16 +165,16 @@ class Manager(struct.PyTreeNode):
                 "{'score': ...}"
             )
         buffer = self.buffer
-        nowhere = jnp.full(present.shape, buffer.capacity, jnp.int32)
-        slots = Slots(nowhere, jnp.zeros(present.shape, jnp.uint32))
+        no_slot = jnp.full(mask.shape, buffer.capacity, jnp.int32)
+        slots = Slots(no_slot, jnp.zeros(mask.shape, jnp.uint32))
         if self.store:
-            given = batch.score if uses_score(buffer) else None
-            buffer, slots = buffer.insert(batch.items, score=given, mask=present)
-        count = jnp.sum(present, dtype=jnp.uint32)
+            stored_score = batch.score if uses_score(buffer) else None
+            buffer, slots = buffer.insert(batch.items, score=stored_score, mask=mask)
+        count = jnp.sum(mask, dtype=jnp.uint32)
         received = jnp.stack([(count > 0).astype(jnp.uint32), count])
         manager = self.replace(
             buffer=buffer,
-            average=update_average(self.baseline, self.average, batch.score, present),
+            average=update_average(self.baseline, self.average, batch.score, mask),
             counters=self.counters.at[sender].add(received),
             score_state=state,
         )
@@ -209,9 +209,9 @@ class Manager(struct.PyTreeNode):
 
     def baseline_value(self) -> Float[Array, ""]:
         """Returns the baseline after all batches so far; −inf before it is known."""
-        kept = _kept_scores(self.buffer) if self.baseline.uses_buffer else None
+        score = _scores_by_slot(self.buffer) if self.baseline.uses_buffer else None
         full = self.buffer.size == self.buffer.capacity
-        return baseline_value(self.baseline, self.average, kept, full)
+        return baseline_value(self.baseline, self.average, score, full)
 
     def metrics(self) -> dict[str, Array]:
         """Returns the buffer's metrics, and ``baseline``, ``batches`` and ``rows`` received."""
@@ -229,15 +229,15 @@ def outline(make: Callable[[int], Manager], num_workers: int) -> Manager:
     Raises:
         ValueError: If it does not make a manager.
     """
-    made = jax.eval_shape(lambda: make(num_workers))
-    if not isinstance(made, Manager):
+    manager = jax.eval_shape(lambda: make(num_workers))
+    if not isinstance(manager, Manager):
         raise ValueError(
-            f"manager makes a {type(made).__name__}; expected a function that takes a number of "
+            f"manager makes a {type(manager).__name__}; expected a function that takes a number of "
             "workers and returns a jaxbuf.mpi.Manager"
         )
-    return made
+    return manager
 
 
-def _kept_scores(buffer: ItemBuffer) -> Float[Array, " N"] | None:
+def _scores_by_slot(buffer: ItemBuffer) -> Float[Array, " N"] | None:
     """Returns the score in each slot, not finite in empty ones; None if none are kept."""
     return buffer.by_slot().get("score")

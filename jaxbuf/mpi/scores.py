@@ -62,9 +62,16 @@ class _Stateless:
         del num_workers
         return ()
 
-    def update(self, state: Any, *given: Any) -> tuple[Any, dict[str, Array]]:
-        """Returns the scores of a batch."""
-        return state, self.function(*given)
+    def update(
+        self,
+        state: tuple[()],
+        buffer: ItemBuffer,
+        batch: Batch,
+        mask: Bool[Array, " B"],
+        sender: Int[Array, ""],
+    ) -> tuple[tuple[()], dict[str, Array]]:
+        """Returns the empty state, and the scores of a batch."""
+        return state, self.function(buffer, batch, mask, sender)
 
 
 def with_state(scores: "ScoreFunction | StatefulScore") -> StatefulScore:
@@ -77,7 +84,7 @@ def with_state(scores: "ScoreFunction | StatefulScore") -> StatefulScore:
         if isinstance(scores, StatefulScore):
             return scores
         if callable(scores):
-            return cast("StatefulScore", _Stateless(scores))
+            return _Stateless(scores)
     raise ValueError(
         f"scores is {checks.name_of(scores)}; expected a function that scores a batch, or a "
         "StatefulScore"
@@ -231,14 +238,14 @@ class NewModes:
         rows = points.capacity
         every = jnp.int32(rows)
         others = _others(buffer, part)
-        known = others.near(points, every, ball, lambda _, slot: buffer.occupancy.live(slot))
-        twice = points.near(
+        in_buffer = others.near(points, every, ball, lambda _, slot: buffer.occupancy.live(slot))
+        repeated = points.near(
             points,
             every,
             ball,
             lambda row, other: (other < row) & is_mode[jnp.minimum(other, rows - 1)],
         )
-        return {"new_modes": jnp.sum(is_mode & ~known & ~twice, dtype=jnp.float32)}
+        return {"new_modes": jnp.sum(is_mode & ~in_buffer & ~repeated, dtype=jnp.float32)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,13 +315,13 @@ class WeightedSum:
                     f"weights has {name!r}, which no part returns; they return {sorted(scores)}"
                 )
             total = total + jnp.float32(weight) * scores[name].astype(jnp.float32)
-        before = state[sender]
+        previous = state[sender]
         alpha = jnp.float32(self.alpha)
-        mixed = alpha * total + (jnp.float32(1) - alpha) * before
+        mixed = alpha * total + (jnp.float32(1) - alpha) * previous
         counts = jnp.any(mask) & jnp.isfinite(total)
-        after = jnp.where(counts, jnp.where(before == -jnp.inf, total, mixed), before)
-        scores["score"] = jnp.where(after == -jnp.inf, jnp.float32(0), after)
-        return state.at[sender].set(after), scores
+        average = jnp.where(counts, jnp.where(previous == -jnp.inf, total, mixed), previous)
+        scores["score"] = jnp.where(average == -jnp.inf, jnp.float32(0), average)
+        return state.at[sender].set(average), scores
 
 
 def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
@@ -327,24 +334,24 @@ def _check_weights(weights: Any) -> tuple[tuple[str, float], ...]:
         raise ValueError(
             f"weights is {checks.name_of(weights)}; expected a dict of weights by name"
         )
-    found = {
+    checked = {
         str(name): checks.check_number(
             f"weights[{name!r}]", weight, "a finite number", math.isfinite
         )
         for name, weight in pairs
     }
-    if not found:
+    if not checked:
         raise ValueError("weights is empty; expected a weight for each score that counts")
-    return tuple(sorted(found.items()))
+    return tuple(sorted(checked.items()))
 
 
 def _others(buffer: ItemBuffer, part: Diversity) -> PointSet:
     """Returns the coordinates of the buffer's items, stored ones if the buffer keeps them."""
-    kept = buffer.diversity
+    stored = buffer.diversity
     if (
-        kept is not None
-        and kept.field == part.field
-        and kept.ball(buffer.data).words == part.ball(buffer.data).words
+        stored is not None
+        and stored.field == part.field
+        and stored.ball(buffer.data).words == part.ball(buffer.data).words
     ):
         return buffer.diversity_state.points
 

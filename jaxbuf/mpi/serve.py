@@ -27,8 +27,8 @@ from jaxbuf.mpi.manager import Manager
 from jaxbuf.mpi.traffic import Traffic
 from jaxbuf.mpi.wire import Kind, Message, Schema
 
-# The interval at which workers that wait for the others to leave hear from the manager.
-_HOLD_SECONDS = 1.0
+# The interval at which the manager sends a message to workers that wait for the others to leave.
+_WAITING_SECONDS = 1.0
 
 
 class Served(NamedTuple):
@@ -145,22 +145,22 @@ def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
 
     items = jax.tree.map(lambda x: batched(x.dtype, *x.shape[1:]), manager.buffer.data)
     batch, mask = Batch(items, batched(jnp.float32)), batched(jnp.bool_)
-    sent = Schema((batch, mask), rows)
-    _, placed = jax.eval_shape(_insert, manager, batch, mask, jnp.int32(0))
-    found = {
-        Kind.BATCH: sent,
-        Kind.REPLY: Schema(placed.replace(slots=None)),
-        Kind.INSERT: sent,
-        Kind.PLACED: Schema(placed),
+    batch_schema = Schema((batch, mask), rows)
+    _, reply = jax.eval_shape(_insert, manager, batch, mask, jnp.int32(0))
+    by_kind = {
+        Kind.BATCH: batch_schema,
+        Kind.REPLY: Schema(reply.replace(slots=None)),
+        Kind.INSERT: batch_schema,
+        Kind.PLACED: Schema(reply),
         Kind.METADATA: Schema(jax.eval_shape(Manager.metrics, manager)),
     }
     values = Slots(batched(jnp.int32), batched(jnp.uint32)), batched(jnp.float32)
     for kind, update in UPDATES.items():
-        # What the buffer has no use for has no schema, so that such a message is refused.
+        # A kind that the buffer has no use for gets no schema, so that such a message is refused.
         with contextlib.suppress(ValueError):
             jax.eval_shape(update, manager, *values)
-            found[kind] = Schema(values, rows)
-    return found
+            by_kind[kind] = Schema(values, rows)
+    return by_kind
 
 
 @functools.cache
@@ -214,7 +214,7 @@ class _Status(enum.Enum):
     # It has left, and waits for a goodbye.
     WAITING = enum.auto()
     # It has left after an error.
-    GONE = enum.auto()
+    FAILED = enum.auto()
 
 
 class _Server:
@@ -233,13 +233,13 @@ class _Server:
         self._traffic = Traffic(channel.names[: channel.manager])
         self._faults: list[str] = []
         self._status = [_Status.ACTIVE] * channel.manager
-        self._heard = [time.monotonic()] * channel.manager
-        self._saved = self._held = time.monotonic()
+        self._heard_at = [time.monotonic()] * channel.manager
+        self._saved_at = self._reassured_at = time.monotonic()
 
     def run(self) -> Served:
         try:
             self._prepare()
-            self._heard = [time.monotonic()] * self._channel.manager
+            self._heard_at = [time.monotonic()] * self._channel.manager
             self._serve()
             self._save()
         except BaseException as error:
@@ -279,28 +279,28 @@ class _Server:
                 self._handle(message, time.perf_counter() - began)
                 wait.restart()
             else:
-                self._look_for_silence()
+                self._find_lost_workers()
                 wait.pause()
-            self._look_at_the_clock()
+            self._save_and_reassure()
 
-    def _look_at_the_clock(self) -> None:
-        """Saves the manager, and reassures workers that wait, if it is time."""
+    def _save_and_reassure(self) -> None:
+        """Saves the manager, and sends a message to workers that wait, each if it is time."""
         now = time.monotonic()
-        if self._save_every is not None and now - self._saved > self._save_every:
+        if self._save_every is not None and now - self._saved_at > self._save_every:
             self._save()
-        there = len(self._workers(_Status.ACTIVE))
-        if there and now - self._held > _HOLD_SECONDS:
-            self._held = now
+        active = len(self._workers(_Status.ACTIVE))
+        if active and now - self._reassured_at > _WAITING_SECONDS:
+            self._reassured_at = now
             for worker in self._workers(_Status.WAITING):
-                self._send(worker, Kind.LEAVE, number=there)
+                self._send(worker, Kind.LEAVE, number=active)
 
-    def _look_for_silence(self) -> None:
+    def _find_lost_workers(self) -> None:
         """Counts workers that have been silent for too long as lost."""
         if self._channel.timeout is None:
             return
         now = time.monotonic()
         for worker in self._workers(_Status.ACTIVE):
-            silent = now - self._heard[worker]
+            silent = now - self._heard_at[worker]
             if silent > self._channel.timeout:
                 self._status[worker] = _Status.LOST
                 batches = self._traffic.metrics()[f"{self._traffic.names[worker]}/batches"]
@@ -331,10 +331,10 @@ class _Server:
             metrics = self._metrics(self._manager)
             self._send(worker, Kind.METADATA, metrics, message.header.number)
         elif self._status[worker] is _Status.ACTIVE:
-            self._status[worker] = _Status.WAITING if kind == Kind.LEAVE else _Status.GONE
+            self._status[worker] = _Status.WAITING if kind == Kind.LEAVE else _Status.FAILED
             if kind == Kind.ABORT:
                 self._note(worker, f"left early: {wire.read_note(message.tree)}")
-        self._heard[worker] = time.monotonic()
+        self._heard_at[worker] = time.monotonic()
 
     def _fault(self, worker: int, kind: int) -> str:
         """Returns the reason to refuse a message that can be read; empty to accept it."""
@@ -348,7 +348,7 @@ class _Server:
     def _refuse(self, message: Message, fault: str) -> None:
         self._note(message.source, f"sent a message that was refused: {fault}")
         text = f"{self._name}, the manager, refused a message: {fault}"
-        # A worker that began anew too early receives on the tag of a later run.
+        # A worker that began its next run too early receives on the tag of that run.
         tag, number = max(message.tag, self._channel.tag), max(message.header.number, 0)
         self._send(message.source, Kind.REFUSAL, wire.note(text), number, tag)
 
@@ -378,7 +378,7 @@ class _Server:
 
     def _change(self, program: Callable[..., Any], *args: Any) -> Any:
         """Replaces the manager by the first result of a program; returns the second one."""
-        # The program consumes the manager: a signal must not come between it and its replacement.
+        # The program donates the manager: no signal may come before its result replaces it.
         with DeferredSignals() if self._donates else contextlib.nullcontext():
             manager, result = program(self._manager, *args)
             # Raises errors of the program before the manager is replaced, and frees the arguments.
@@ -411,10 +411,10 @@ class _Server:
     def _save(self) -> None:
         if self._save_to is not None:
             checkpoint.save(self._save_to, self._manager)
-            self._saved = time.monotonic()
+            self._saved_at = time.monotonic()
 
     def _fail(self, error: BaseException) -> None:
-        """Tells the workers about an error, and saves the manager."""
+        """Sends the workers the text of an error, and saves the manager."""
         text = f"{self._name}, the manager, failed: {type(error).__name__}: {error}"
         if self._report is not None:
             self._report(text)

@@ -48,8 +48,8 @@ _EAGER_SECONDS = 1e-2
 _EAGER_SECONDS_SENDING = 0.5
 _LONGEST_SLEEP = 1e-3
 _ABANDONED: list[Any] = []
-# The key under which a communicator keeps its number of runs.
-_runs: int | None = None
+# The key of the attribute of communicators that counts their runs.
+_runs_key: int | None = None
 
 
 class Kind(enum.IntEnum):
@@ -159,7 +159,7 @@ class Schema:
 
 _NOTE = Schema(jax.ShapeDtypeStruct((_NOTE_BYTES,), np.uint8))
 _NOTHING = Schema(())
-# Other kinds have a schema only once it is known what is exchanged, and only if that is of use.
+# The schemas of other kinds depend on the manager, and some managers do not use all kinds.
 _SCHEMAS = {
     Kind.METADATA_REQUEST: _NOTHING,
     Kind.LEAVE: _NOTHING,
@@ -231,7 +231,7 @@ class _Partial(NamedTuple):
     """A message whose first piece was received, but not all of its large arrays.
 
     Attributes:
-        message: The message as far as it is known.
+        message: The message without its missing arrays.
         memory: Its memory.
         missing: The memory of each large array that was not received yet, as bytes.
     """
@@ -266,16 +266,15 @@ class Channel:
         self.schemas: dict[Kind, Schema] = dict(_SCHEMAS)
         self.sending: list[Sending] = []
         ranks = list(range(group.Get_size()))
-        ours, world = group.Get_group(), MPI.COMM_WORLD.Get_group()
         # Name ranks by their number in the whole program, if they have one.
-        known = ours.Translate_ranks(ranks, world)
-        self.names = [f"rank {r if k == MPI.UNDEFINED else k}" for r, k in enumerate(known)]
+        in_world = group.Get_group().Translate_ranks(ranks, MPI.COMM_WORLD.Get_group())
+        self.names = [f"rank {r if w == MPI.UNDEFINED else w}" for r, w in enumerate(in_world)]
         self._mpi, self._status = MPI, MPI.Status()
         self._source = MPI.ANY_SOURCE if self.rank == self.manager else self.manager
         self._partial: dict[int, _Partial] = {}
-        # Memory to use again, and that of the message that was returned last.
+        # Memory that is free, and that of the message that was returned last.
         self._free: list[_Memory] = []
-        self._lent: _Memory | None = None
+        self._returned: _Memory | None = None
 
     @property
     def manager_name(self) -> str:
@@ -343,8 +342,8 @@ class Channel:
         self.sending = []
 
     def receive(self) -> Message | None:
-        """Returns the next message that is complete or faulty; None if none has come yet."""
-        self._give_back()
+        """Returns the next message that is complete or faulty; None if no more have arrived."""
+        self._free_returned()
         mpi, status = self._mpi, self._status
         while matched := self.comm.Improbe(self._source, mpi.ANY_TAG, status):
             source, tag, size = status.Get_source(), status.Get_tag(), status.Get_count(mpi.BYTE)
@@ -354,7 +353,7 @@ class Channel:
                 message = self._receive_first(matched, source, tag, size)
             if message is not None:
                 return message
-            self._give_back()
+            self._free_returned()
         return None
 
     def _receive_first(
@@ -363,7 +362,7 @@ class Channel:
         memory = self._take_memory()
         data = memory.first[:size] if size <= memory.first.size else np.empty(size, np.uint8)
         matched.Recv([data, self._mpi.BYTE])
-        self._lent = memory
+        self._returned = memory
         if tag >= FIRST_TAG and (tag < self.tag or tag % 2):
             # From an earlier run, or a large array of a message that was refused.
             return None
@@ -383,7 +382,7 @@ class Channel:
                 used = array if schema.rows is None else array[: header.rows]
                 array[len(used) :] = 0
                 missing.append(_bytes(used))
-        return self._go_on(_Partial(Message(source, tag, size, header, tree), memory, missing))
+        return self._complete(_Partial(Message(source, tag, size, header, tree), memory, missing))
 
     def _receive_large(self, matched: "MPI.Message", source: int, size: int) -> Message | None:
         partial = self._partial.pop(source, None)
@@ -397,26 +396,26 @@ class Channel:
         if not fits:
             fault = f"an array of it has {size} bytes; expected {expected.size}"
             return message._replace(tree=None, fault=fault)
-        return self._go_on(_Partial(message, partial.memory, partial.missing[1:]))
+        return self._complete(_Partial(message, partial.memory, partial.missing[1:]))
 
-    def _go_on(self, partial: _Partial) -> Message | None:
+    def _complete(self, partial: _Partial) -> Message | None:
         """Returns the message if it is complete, and otherwise waits for its next large array."""
         if partial.missing:
-            # An earlier message that is still incomplete was cut short by an error of its sender.
+            # If an earlier message is still incomplete, an error of its sender cut it short.
             self._partial[partial.message.source] = partial
-            self._lent = None
+            self._returned = None
             return None
-        self._lent = partial.memory
+        self._returned = partial.memory
         message, kind = partial.message, Kind(partial.message.header.kind)
         arrays, _ = partial.memory.arrays(kind, self.schemas[kind])
         fault = self.schemas[kind].fault(arrays)
         return message._replace(tree=None, fault=fault) if fault else message
 
-    def _give_back(self) -> None:
-        """Uses the memory of the message that was returned last again."""
-        if self._lent is not None:
-            self._free.append(self._lent)
-            self._lent = None
+    def _free_returned(self) -> None:
+        """Frees the memory of the message that was returned last."""
+        if self._returned is not None:
+            self._free.append(self._returned)
+            self._returned = None
 
     def _take_memory(self) -> _Memory:
         if self._free:
@@ -522,12 +521,12 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _count_run(group: "MPI.Intracomm") -> int:
-    """Returns how often this rank has begun a run with the communicator, including this one."""
+    """Counts a run of this rank with a communicator; returns its number, from 1."""
     from mpi4py import MPI
 
-    global _runs
-    if _runs is None:
-        _runs = MPI.Comm.Create_keyval()
-    run = (group.Get_attr(_runs) or 0) + 1
-    group.Set_attr(_runs, run)
+    global _runs_key
+    if _runs_key is None:
+        _runs_key = MPI.Comm.Create_keyval()
+    run = (group.Get_attr(_runs_key) or 0) + 1
+    group.Set_attr(_runs_key, run)
     return run

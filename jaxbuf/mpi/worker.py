@@ -133,11 +133,11 @@ class Worker:
         self._slots = checks.check_flag("slots", slots)
 
         self._outline = shapes = outline(manager, group.Get_size() - 1)
-        self._state = worker_state.first_state(shapes.buffer.data, self._rows, filter, state)
+        self._state = worker_state.initial_state(shapes.buffer.data, self._rows, filter, state)
         self._step = functools.partial(
             worker_state.step, scoring_only=scoring_only, needs_score=uses_score(shapes.buffer)
         )
-        # Then rows that are sent at once are not copied into the state before.
+        # Then rows are sent at once, without a copy in the state.
         self._sends_all = self._every == 1 and filter is None and not scoring_only
         # The shapes and dtypes of batches that were checked.
         self._checked: set[Any] = set()
@@ -155,11 +155,11 @@ class Worker:
         self._counts = dict.fromkeys(("answered", "refused", "given_up", "late"), 0)
         self._batches, self._requests = int(self._state.metrics()["batches"]), 0
         self._metadata: dict[int, dict[str, Any]] = {}
-        # The number of workers that the manager waits for, once it has told.
-        self._others: int | None = None
+        # The number of workers that the manager waits for; None until it has sent it.
+        self._active: int | None = None
         self._channel = channel = wire.Channel(group, timeout)
         channel.add_schemas(schemas(shapes, self._rows))
-        # Leaves even if the worker is garbage-collected or the process ends before `exit`.
+        # Tells the manager if the worker is garbage-collected, or the process ends, before `exit`.
         reason = "its worker or its process ended without leaving"
         self._at_end = weakref.finalize(self, _leave_early, channel, reason)
 
@@ -209,16 +209,16 @@ class Worker:
         items, score, mask = trees.owned((items, score, mask))
         rows = self._check_room(items)
         sends = self._adds + 1 >= self._every
-        problem = None
+        timed_out = None
         if sends:
             try:
                 self._wait_or_raise(lambda: len(self._waiting) < self._in_flight)
             except TimeoutError as error:
-                problem = error
+                timed_out = error
         if self._sends_all and not self._kept:
             self._send_all(items, score, mask, rows)
         else:
-            # The step consumes the state: no signal must come before the new one is stored.
+            # The step donates the state: no signal may come before the new one is stored.
             with DeferredSignals():
                 self._state, chosen = self._step(
                     self._state, self._baseline, items, score, mask, sends=sends
@@ -230,8 +230,8 @@ class Worker:
         if not sends:
             self._poll()
             return None
-        if problem is not None:
-            raise problem
+        if timed_out is not None:
+            raise timed_out
         if self._mode == "sync":
             self._wait_or_raise(lambda: not self._waiting)
         elif self._mode == "deferred":
@@ -347,10 +347,10 @@ class Worker:
         self._at_end.detach()
         self._send(Kind.LEAVE)
         self._channel.abandon()
-        reason, self._others = "", None
-        while self._others != 0 and not reason:
-            self._others = None
-            if not self._wait(lambda: self._others is not None, timeout):
+        reason, self._active = "", None
+        while self._active != 0 and not reason:
+            self._active = None
+            if not self._wait(lambda: self._active is not None, timeout):
                 reason = self._failure or self._silence("the exit", timeout)
         if reason in drained.reason:
             return drained
@@ -396,20 +396,20 @@ class Worker:
                 "slots is None; expected those of an answer, which has them if the worker asks for "
                 "them: Worker(..., slots=True)"
             )
-        value = numbers.convert(value, name, np.dtype("float32"), infinite=name == "priority")
+        value = numbers.convert(value, name, np.dtype("float32"), infinite=kind == Kind.PRIORITIES)
         leaves, structure = jax.tree.flatten((slots, value, mask))
-        given = (kind, structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves))
-        if given not in self._checked:
-            update = functools.partial(UPDATES[kind], slots=slots, mask=mask, **{name: value})
-            jax.eval_shape(update, self._outline)
-            self._checked.add(given)
+        shapes = (kind, structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves))
+        if shapes not in self._checked:
+            update = UPDATES[kind]
+            jax.eval_shape(lambda manager: update(manager, slots, value, mask=mask), self._outline)
+            self._checked.add(shapes)
         index, generation = (np.asarray(x) for x in (slots.index, slots.generation))
-        taken = (index >= 0) & (index < self._outline.buffer.capacity)
+        present = (index >= 0) & (index < self._outline.buffer.capacity)
         if mask is not None:
-            taken &= np.asarray(mask)
+            present &= np.asarray(mask)
         # Picking rows copies them, so that the caller may change its own.
         rows = [
-            x[taken].astype(dtype)
+            x[present].astype(dtype)
             for x, dtype in ((index, "i4"), (generation, "u4"), (np.asarray(value), "f4"))
         ]
         for start in range(0, len(rows[0]), self._rows):
@@ -448,20 +448,20 @@ class Worker:
         """Sends a batch as ``step`` would, but without a program to run and to wait for."""
         leaves, structure = jax.tree.flatten((items, score, mask))
         check_not_donated(leaves, "items")
-        given = (structure, *map(jax.typeof, leaves))
+        shapes = (structure, *map(jax.typeof, leaves))
         state = self._state
-        if given not in self._checked:
+        if shapes not in self._checked:
             step = functools.partial(self._step, sends=True)
             jax.eval_shape(step, state, self._baseline, items, score, mask)
-            self._checked.add(given)
+            self._checked.add(shapes)
         mask = np.ones((rows,), bool) if mask is None else np.asarray(mask)
         count = np.count_nonzero(mask)
         counts = np.array([1, count, count > 0, count, 0], np.uint32)
         self._state = state.replace(counters=np.asarray(state.counters) + counts)
         nan = np.full((rows,), np.nan, np.float32)
         if count:
-            score = nan if score is None else _alike(state.score, score)
-            self._send_batch(Batch(jax.tree.map(_alike, state.items, items), score), mask)
+            score = nan if score is None else _cast_like(state.score, score)
+            self._send_batch(Batch(jax.tree.map(_cast_like, state.items, items), score), mask)
 
     def _send_chosen(self, mask: Bool[Array, " R"], count: Int[Array, ""]) -> None:
         """Begins to send rows that were kept, unless none of them is chosen."""
@@ -483,9 +483,9 @@ class Worker:
         self._channel.send(kind, self._channel.manager, tree, number=number, rows=rows)
 
     def _poll(self) -> None:
-        """Takes all messages that have come, without waiting."""
+        """Handles all messages that have arrived, without waiting."""
         while (message := self._channel.receive()) is not None:
-            self._take(message)
+            self._handle(message)
         if self._channel.sending:
             self._channel.collect()
 
@@ -527,17 +527,17 @@ class Worker:
         self._counts["given_up"] += len(self._waiting)
         self._waiting.clear()
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         kind, number, tree = message.header.kind, message.header.number, message.tree
-        name, problem = self._channel.manager_name, ""
+        name, failure = self._channel.manager_name, ""
         if message.fault:
-            problem = f"{name} sent a message that cannot be read: {message.fault}"
+            failure = f"{name} sent a message that cannot be read: {message.fault}"
         elif kind in (Kind.REPLY, Kind.PLACED):
-            self._take_reply(number, tree)
+            self._handle_reply(number, tree)
         elif kind == Kind.METADATA:
             self._metadata[number] = jax.tree.map(np.copy, tree)
         elif kind == Kind.LEAVE:
-            self._others = number
+            self._active = number
         elif kind == Kind.REFUSAL:
             # Batches keep their order, so a message without a number was the oldest one.
             if number == 0 and self._waiting:
@@ -546,13 +546,13 @@ class Worker:
             self._counts["refused"] += 1
             self._refused.append((number, wire.read_note(tree)))
         elif kind == Kind.ABORT:
-            problem = wire.read_note(tree)
+            failure = wire.read_note(tree)
         else:
-            problem = f"{name} sent a message that only workers send"
+            failure = f"{name} sent a message that only workers send"
         # The first failure is the cause of later ones.
-        self._failure = self._failure or problem
+        self._failure = self._failure or failure
 
-    def _take_reply(self, number: int, reply: Reply) -> None:
+    def _handle_reply(self, number: int, reply: Reply) -> None:
         self._baseline = np.float32(reply.baseline)
         if number not in self._waiting:
             self._counts["late"] += 1
@@ -565,7 +565,7 @@ class Worker:
 
 
 def _leave_early(channel: wire.Channel, reason: str) -> None:
-    """Tells the manager that a worker leaves early, unless it cannot be told any more."""
+    """Sends the manager the reason why a worker leaves early, unless MPI has been finalized."""
     from mpi4py import MPI
 
     if not MPI.Is_finalized():
@@ -573,6 +573,6 @@ def _leave_early(channel: wire.Channel, reason: str) -> None:
         channel.abandon()
 
 
-def _alike(like: Array, leaf: Any) -> Array:
+def _cast_like(like: Array, leaf: Any) -> Array:
     """Returns an array with the dtype of another one."""
     return jnp.asarray(leaf, like.dtype)

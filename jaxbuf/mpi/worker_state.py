@@ -95,9 +95,9 @@ class WorkerState(struct.PyTreeNode):
             The new state, the mask ``[R]`` of the rows to send, and their number ``[]``. If the
             filter lets none of the rows pass, the batch is counted as skipped.
         """
-        chosen, sent = self.filter, self.mask
-        if chosen is not None:
-            chosen, sent = chosen.select(self.score, self.baseline, self.mask)
+        new_filter, sent = self.filter, self.mask
+        if new_filter is not None:
+            new_filter, sent = new_filter.select(self.score, self.baseline, self.mask)
         count = jnp.sum(sent, dtype=jnp.uint32)
         sends = (count > 0).astype(jnp.uint32)
         skipped = jnp.any(self.mask).astype(jnp.uint32) - sends
@@ -105,7 +105,7 @@ class WorkerState(struct.PyTreeNode):
             mask=jnp.zeros_like(self.mask),
             place=jnp.zeros_like(self.place),
             counters=self.counters.at[2:].add(jnp.stack([sends, count, skipped])),
-            filter=chosen,
+            filter=new_filter,
         )
         return state, sent.copy(), count.astype(jnp.int32)
 
@@ -151,22 +151,32 @@ def step(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, Any]:
-    """Chooses the rows to send of all rows that are kept."""
+    """Chooses the rows to send, as ``contact`` does."""
     state, *chosen = state.replace(baseline=baseline).contact()
     return state, chosen
 
 
-def first_state(
-    data: PyTree[Array], rows: int, chosen: BaselineFilter | None, state: WorkerState | None
+def initial_state(
+    data: PyTree[Array],
+    rows: int,
+    filter: BaselineFilter | None,  # noqa: A002
+    state: WorkerState | None,
 ) -> WorkerState:
-    """Returns an empty state, or a copy of a given one, so that the caller keeps its own."""
+    """Returns an empty state, or a copy of ``state``, so that the caller keeps that.
+
+    Raises:
+        ValueError: If ``state`` has another structure, shape or dtype than an empty one.
+    """
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
-    empty = WorkerState.create(example, rows, chosen)
+    empty = WorkerState.create(example, rows, filter)
     if state is None:
         return empty
-    want, got = (jax.tree.structure(x) for x in (empty, state))
-    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (empty, state)]
-    if want != got or shapes[0] != shapes[1]:
+
+    def layout(tree: WorkerState) -> tuple[Any, list[Any]]:
+        leaves, treedef = jax.tree.flatten(tree)
+        return treedef, [(x.shape, x.dtype) for x in leaves]
+
+    if layout(state) != layout(empty):
         raise ValueError(
             "state belongs to a worker with another example, rows or filter; create this worker "
             "with the same ones"

@@ -38,7 +38,7 @@ def received(schema, tree):
     message = wire.Message(0, wire.FIRST_TAG, schema.size, header, views)
     channel = object.__new__(wire.Channel)
     channel.schemas = {wire.Kind.BATCH: schema}
-    return channel._go_on(wire._Partial(message, memory, []))
+    return channel._complete(wire._Partial(message, memory, []))
 
 
 def batch(width=1, **bytes_):
@@ -147,7 +147,7 @@ def peers(monkeypatch):
         Status=Status,
         Comm=types.SimpleNamespace(Create_keyval=lambda: 0),
     )
-    monkeypatch.setattr(wire, "_runs", None)
+    monkeypatch.setattr(wire, "_runs_key", None)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     monkeypatch.setattr(mpi4py, "MPI", mpi, raising=False)
     return comm
