@@ -31,12 +31,12 @@ class _Outline:
     treedef: Any
 
     @classmethod
-    def of(cls, tree: Any) -> Self:
+    def of(cls, tree: PyTree) -> Self:
         leaves, treedef = jax.tree.flatten(tree)
         return cls(tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), treedef)
 
     @property
-    def tree(self) -> Any:
+    def tree(self) -> PyTree:
         return jax.tree.unflatten(self.treedef, self.leaves)
 
 
@@ -251,12 +251,12 @@ class LockStep(struct.PyTreeNode):
         slots, value, mask = jax.tree.map(lambda x: x.reshape(-1), gathered)
         return self.replace(manager=update(self.manager, slots, value, mask=mask))
 
-    def _zeros(self, tree: Any) -> Any:
+    def _zeros(self, tree: PyTree[Array]) -> PyTree[Array]:
         """Returns zeros like a tree; on the manager, with a row for each rank."""
         rows = (self.group.size,) if self.is_manager else ()
         return jax.tree.map(lambda x: jnp.zeros((*rows, *x.shape), x.dtype), tree)
 
-    def _row_of_rank(self, tree: Any) -> Any:
+    def _row_of_rank(self, tree: PyTree[Array]) -> PyTree[Array]:
         """Returns this rank's row of a tree of ``_zeros``, as ``_scatter`` does."""
         return jax.tree.map(lambda x: x[self.group.last], tree) if self.is_manager else tree
 
@@ -267,25 +267,25 @@ class LockStep(struct.PyTreeNode):
 
         return mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm) > 0
 
-    def _gather(self, tree: Any) -> Any:
+    def _gather(self, tree: PyTree[Array]) -> PyTree[Array]:
         """Returns the trees of all ranks on the manager, with a row for each rank."""
         import mpi4jax
 
         return self._exchange(mpi4jax.gather, tree)
 
-    def _scatter(self, tree: Any) -> Any:
+    def _scatter(self, tree: PyTree[Array]) -> PyTree[Array]:
         """Sends each rank its row of the manager's tree."""
         import mpi4jax
 
         return self._exchange(mpi4jax.scatter, tree)
 
-    def _broadcast(self, tree: Any) -> Any:
+    def _broadcast(self, tree: PyTree[Array]) -> PyTree[Array]:
         """Sends all ranks the manager's tree."""
         import mpi4jax
 
         return self._exchange(mpi4jax.bcast, tree)
 
-    def _exchange(self, collective: Callable[..., Array], tree: Any) -> Any:
+    def _exchange(self, collective: Callable[..., Array], tree: PyTree[Array]) -> PyTree[Array]:
         """Passes a tree through a collective between the manager and its workers.
 
         MPI does not know the small floats, so their bits are sent as integers.
@@ -301,11 +301,17 @@ class LockStep(struct.PyTreeNode):
 
 
 def _receive_all(
-    manager: Manager, gathered: Any, count: Int[Array, ""], answers: Any, slots: bool
-) -> tuple[Manager, Any]:
+    manager: Manager,
+    gathered: PyTree[Array],
+    count: Int[Array, ""],
+    answers: PyTree[Array],
+    slots: bool,
+) -> tuple[Manager, PyTree[Array]]:
     """Receives the batches of the first ``count`` ranks; returns a row of answers for each."""
 
-    def receive(sender: Array, carry: tuple[Manager, Any]) -> tuple[Manager, Any]:
+    def receive(
+        sender: Array, carry: tuple[Manager, PyTree[Array]]
+    ) -> tuple[Manager, PyTree[Array]]:
         manager, answers = carry
         batch, mask = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, sender, keepdims=False), gathered
@@ -319,7 +325,7 @@ def _receive_all(
 
 def _receive(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Any, slots: bool
-) -> tuple[Manager, Any]:
+) -> tuple[Manager, PyTree[Array]]:
     """Receives a batch; returns the manager, and the scores and, if asked for, the slots."""
     manager, scores, row_slots = manager.insert(
         batch.items, score=batch.score, mask=mask, sender=sender

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
@@ -35,18 +35,18 @@ ScoreFunction = Callable[[ItemBuffer, Batch, Bool[Array, " B"], Int[Array, ""]],
 class StatefulScore(Protocol):
     """A score function with a state, which the manager keeps for it."""
 
-    def init(self, num_workers: int) -> Any:
+    def init(self, num_workers: int) -> PyTree[Array]:
         """Returns the first state, a pytree of arrays."""
         ...
 
     def update(
         self,
-        state: Any,
+        state: PyTree[Array],
         buffer: ItemBuffer,
         batch: Batch,
         mask: Bool[Array, " B"],
         sender: Int[Array, ""],
-    ) -> tuple[Any, dict[str, Array]]:
+    ) -> tuple[PyTree[Array], dict[str, Array]]:
         """Returns the state after a batch, and the scores of the batch."""
         ...
 

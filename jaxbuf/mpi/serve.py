@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.core import checks
 from jaxbuf.core.donation import is_donated
@@ -19,6 +19,7 @@ from jaxbuf.core.program import compiler_options
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Dtype, Function
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.batch import Batch, Reply
@@ -140,7 +141,7 @@ def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
         rows: The largest number of rows of a batch.
     """
 
-    def batched(dtype: Any, *shape: int) -> Any:
+    def batched(dtype: Dtype, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
     items = jax.tree.map(lambda x: batched(x.dtype, *x.shape[1:]), manager.buffer.data)
@@ -164,7 +165,7 @@ def schemas(manager: Manager, rows: int) -> dict[Kind, Schema]:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], donates: bool) -> Any:
+def _compiled(function: Function, donates: bool) -> Any:
     """Returns the jitted function, compiled with options that depend on the backend."""
     options = compiler_options()
     return jax.jit(function, donate_argnums=0 if donates else None, compiler_options=options)
@@ -376,7 +377,7 @@ class _Server:
         handle = time.perf_counter() - began
         self._traffic.count(message.source, updates=rows, stale=int(stale), handle=handle)
 
-    def _change(self, program: Callable[..., Any], *args: Any) -> Any:
+    def _change(self, program: Function, *args: object) -> Any:
         """Replaces the manager by the first result of a program; returns the second one."""
         # The program donates the manager: no signal may come before its result replaces it.
         with DeferredSignals() if self._donates else contextlib.nullcontext():
@@ -386,11 +387,11 @@ class _Server:
             self._manager = manager
         return result
 
-    def _program(self, function: Callable[..., Any]) -> Any:
+    def _program(self, function: Function) -> Any:
         return _compiled(function, self._donates)
 
     def _send(
-        self, worker: int, kind: Kind, tree: Any = (), number: int = 0, tag: int | None = None
+        self, worker: int, kind: Kind, tree: PyTree = (), number: int = 0, tag: int | None = None
     ) -> None:
         self._channel.collect()
         size = self._channel.send(kind, worker, tree, number=number, tag=tag)

@@ -388,7 +388,14 @@ class Worker:
         if drained.reason:
             raise ExchangeError(drained.reason)
 
-    def _update(self, kind: Kind, name: str, slots: Slots | None, value: Any, mask: Any) -> None:
+    def _update(
+        self,
+        kind: Kind,
+        name: str,
+        slots: Slots | None,
+        value: Float[Array, " B"],
+        mask: Bool[Array, " B"] | None,
+    ) -> None:
         """Sends new values in as many messages as they need."""
         self._check_open()
         if slots is None:
@@ -478,7 +485,7 @@ class Worker:
         kind = Kind.INSERT if self._slots else Kind.BATCH
         self._send(kind, (batch, mask), number=self._batches, rows=len(mask))
 
-    def _send(self, kind: Kind, tree: Any = (), number: int = 0, rows: int = 0) -> None:
+    def _send(self, kind: Kind, tree: PyTree = (), number: int = 0, rows: int = 0) -> None:
         """Begins to send a message; its arrays must not change any more."""
         self._channel.send(kind, self._channel.manager, tree, number=number, rows=rows)
 
@@ -573,6 +580,6 @@ def _leave_early(channel: wire.Channel, reason: str) -> None:
         channel.abandon()
 
 
-def _cast_like(like: Array, leaf: Any) -> Array:
+def _cast_like(like: Array, leaf: object) -> Array:
     """Returns an array with the dtype of another one."""
     return jnp.asarray(leaf, like.dtype)

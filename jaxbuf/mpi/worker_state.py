@@ -1,7 +1,7 @@
 """The pure part of a worker: the rows that it has not sent yet, and its counters."""
 
 import functools
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -127,15 +127,15 @@ class WorkerState(struct.PyTreeNode):
 )
 def step(
     state: WorkerState,
-    baseline: Any,
-    items: Any,
-    score: Any,
-    mask: Any,
+    baseline: Float[Array, ""],
+    items: PyTree[Array],
+    score: Float[Array, " B"] | None,
+    mask: Bool[Array, " B"] | Bool[Array, "B T"] | None,
     *,
     scoring_only: bool,
     needs_score: bool,
     sends: bool,
-) -> tuple[WorkerState, Any]:
+) -> tuple[WorkerState, PyTree[Array]]:
     """Keeps a batch; if it is time to send, also chooses rows, as ``contact`` does."""
     if scoring_only:
         if mask is None:
@@ -150,7 +150,7 @@ def step(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def flush(state: WorkerState, baseline: Any) -> tuple[WorkerState, Any]:
+def flush(state: WorkerState, baseline: Float[Array, ""]) -> tuple[WorkerState, PyTree[Array]]:
     """Chooses the rows to send, as ``contact`` does."""
     state, *chosen = state.replace(baseline=baseline).contact()
     return state, chosen
@@ -172,7 +172,7 @@ def initial_state(
     if state is None:
         return empty
 
-    def layout(tree: WorkerState) -> tuple[Any, list[Any]]:
+    def layout(tree: WorkerState) -> tuple[object, list[object]]:
         leaves, treedef = jax.tree.flatten(tree)
         return treedef, [(x.shape, x.dtype) for x in leaves]
 

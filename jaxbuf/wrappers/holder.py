@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,19 +46,19 @@ class Limiter(Protocol):
     ``"can_sample"`` ever allows.
     """
 
-    def can_insert(self, size: int, count: int) -> Any:
+    def can_insert(self, size: int, count: int) -> object:
         """Returns whether ``count`` items may be inserted into a buffer of ``size``."""
         ...
 
-    def can_sample(self, size: int, count: int) -> Any:
+    def can_sample(self, size: int, count: int) -> object:
         """Returns whether ``count`` items may be sampled from a buffer of ``size``."""
         ...
 
-    def inserted(self, count: int) -> Any:
+    def inserted(self, count: int) -> "Limiter":
         """Returns the limiter after an insert of ``count`` items."""
         ...
 
-    def sampled(self, count: int) -> Any:
+    def sampled(self, count: int) -> "Limiter":
         """Returns the limiter after a sample of ``count`` items."""
         ...
 
@@ -155,8 +155,8 @@ class Holder(Generic[State]):
             _check_limiter(limiter, state)
             if recheck is None and _optional(limiter, "after"):
                 recheck = _RECHECK
-        self._state = state
-        self._limiter: Any = limiter
+        self._state: Any = state
+        self._limiter = limiter
         self._limiter_time = time.monotonic()
         self._recheck = recheck
         self._changed = threading.Condition()
@@ -218,7 +218,7 @@ class Holder(Generic[State]):
         self,
         function: Callable[[State], tuple[State, Result]],
         *,
-        when: Callable[[State], Any] | None = None,
+        when: Callable[[State], object] | None = None,
         timeout: float | None = None,
     ) -> Result:
         """Changes the state: ``state, result = function(state)``.
@@ -246,7 +246,7 @@ class Holder(Generic[State]):
         self,
         function: Callable[[State], Result],
         *,
-        when: Callable[[State], Any] | None = None,
+        when: Callable[[State], object] | None = None,
         timeout: float | None = None,
     ) -> Result:
         """Returns ``function(state)`` without a change of the state; also works after ``stop``.
@@ -296,7 +296,7 @@ class Holder(Generic[State]):
         request = self._insert_request(items, mask, options.get("part"))
         with self._turn() as signals:
             self._wait_for(signals, request, timeout)
-            self._state = doors.add(cast("Any", self._state), items, mask=mask, **options)
+            self._state = doors.add(self._state, items, mask=mask, **options)
             self._count(request)
             self._wake()
 
@@ -434,8 +434,7 @@ class Holder(Generic[State]):
         _check_rate(self._limiter, request.asks, "can_sample", rows)
         with self._turn() as signals:
             self._wait_for(signals, request, timeout)
-            result: tuple[Any, Sample] = doors.take(cast("Any", self._state), rows)
-            self._state, batch = result
+            self._state, batch = doors.take(self._state, rows)
             self._count(request)
             self._wake()
             return batch
@@ -469,7 +468,7 @@ class Holder(Generic[State]):
     def _apply(
         self,
         function: Callable[[State], tuple[State, Result]],
-        when: Callable[[State], Any] | None,
+        when: Callable[[State], object] | None,
         timeout: float | None,
     ) -> Result:
         with self._turn() as signals:
@@ -519,7 +518,7 @@ class Holder(Generic[State]):
         request = _Request(asks, False, rows, needs, length)
         with self._turn() as signals:
             self._wait_for(signals, request, timeout)
-            batch = doors.sample(cast("Any", self._state), key, batch_size, **options)
+            batch = doors.sample(self._state, key, batch_size, **options)
             result = finish(self._state, batch)
             if self._limiter is not None:
                 self._count(request)
@@ -554,7 +553,7 @@ class Holder(Generic[State]):
         finally:
             self._waited[request.inserts] += time.monotonic() - began
 
-    def _grants(self, request: "_Request", state: Any) -> bool:
+    def _grants(self, request: "_Request", state: object) -> bool:
         """Returns whether a request can go on now, and remembers it if not.
 
         Raises:
@@ -571,7 +570,7 @@ class Holder(Generic[State]):
         self._check_stuck(request, state)
         return False
 
-    def _can_go_on(self, request: "_Request", state: Any) -> bool:
+    def _can_go_on(self, request: "_Request", state: object) -> bool:
         """Returns whether a request fits the state, and the limiter does not hold it back."""
         if not request.fits(state):
             return False
@@ -580,20 +579,20 @@ class Holder(Generic[State]):
         # The limiter holds inserts back until samples catch up, so not while samples are refused.
         return request.inserts and self._is_sample_refused(state)
 
-    def _is_sample_refused(self, state: Any) -> bool:
+    def _is_sample_refused(self, state: object) -> bool:
         """Returns whether a sample was refused that could still not go on."""
         samples = {request for request in self._refused if not request.inserts}
         refused = {request for request in samples if not self._can_go_on(request, state)}
         self._refused -= samples - refused
         return bool(refused)
 
-    def _limiter_allows(self, request: "_Request", state: Any) -> bool:
+    def _limiter_allows(self, request: "_Request", state: object) -> bool:
         limiter = self._limiter_now()
         allows = limiter.can_insert if request.inserts else limiter.can_sample
         # As a Python number, since the state may be on other devices than the limiter.
         return bool(allows(int(_size(state)), request.rows))
 
-    def _check_capacity(self, request: "_Request", state: Any) -> None:
+    def _check_capacity(self, request: "_Request", state: object) -> None:
         """Checks that the limiter would allow to sample after any number of inserts.
 
         Raises:
@@ -660,7 +659,7 @@ class Holder(Generic[State]):
     def _wait(
         self,
         signals: DeferredSignals,
-        when: Callable[[State], Any] | None,
+        when: Callable[[State], object] | None,
         timeout: float | None,
         explain: Callable[[], str] = lambda: "the condition is not met",
     ) -> None:

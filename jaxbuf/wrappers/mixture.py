@@ -733,7 +733,7 @@ def _check_part_kind(part: object, name: str) -> None:
 def _check_samples_alike(parts: tuple[DrawnBuffer, ...]) -> None:
     """Raises ValueError if samples of the parts cannot be concatenated to one batch."""
 
-    def row_of(part: Any) -> PyTree:
+    def row_of(part: DrawnBuffer) -> PyTree:
         def sample_row(key: PRNGKeyArray) -> PyTree[Array]:
             batch = _next_of(part, key, 1)[1] if _has_queue(part) else part.sample(key, 1)
             return batch.data

@@ -16,6 +16,7 @@ from jaxbuf.core import checks, fields, numbers, trees
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.hyperparameters import bind
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Function
 from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import Sampler, ShardableSampler
 from jaxbuf.wrappers.sharded.per_device import Shards, num_local, numbers_of, run
@@ -28,7 +29,7 @@ _RECIPE = (
 )
 
 
-def check_shard(buffer: Any) -> Body:
+def check_shard(buffer: object) -> Body:
     """Returns the buffer.
 
     Raises:
@@ -81,11 +82,11 @@ def hyperparameters(buffer: Shards) -> dict[str, Array]:
 
 
 def change_sampler(
-    buffer: AnyShards, change: Callable[..., Body], arguments: tuple[Any, ...] = ()
+    buffer: AnyShards, change: Callable[..., Body], arguments: tuple[PyTree[Array], ...] = ()
 ) -> AnyShards:
     """Applies ``change(shard, *arguments)`` to every shard; only the first counts refusals."""
 
-    def body(shards: Any, _: Any, replicated: Any) -> Body:
+    def body(shards: Body, _: object, replicated: tuple[PyTree[Array], ...]) -> Body:
         changed = jax.vmap(lambda shard: change(shard, *replicated))(shards)
         first = numbers_of(shards, buffer.axis) == 0
         counters = jnp.where(first[:, None], changed.counters, shards.counters)
@@ -103,7 +104,7 @@ def summarize(shards: Body) -> PyTree[Array]:
 def total(buffer: Shards, count: Callable[[Body], Array]) -> Int[Array, ""]:
     """Returns the sum of a count over all shards."""
 
-    def body(shards: Body, *_: Any) -> Array:
+    def body(shards: Body, *_: object) -> Array:
         return lax.psum(jnp.sum(jax.vmap(count)(shards), dtype=jnp.int32), buffer.axis)
 
     return run(buffer, body, out=jax.P())
@@ -112,7 +113,7 @@ def total(buffer: Shards, count: Callable[[Body], Array]) -> Int[Array, ""]:
 def support(buffer: Shards) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """Returns the number of items that can be drawn, and their least probability."""
 
-    def body(shards: Body, *_: Any) -> tuple[Array, Array]:
+    def body(shards: Body, *_: object) -> tuple[Array, Array]:
         if buffer.exchange:
             summaries = all_gather(summarize(shards), buffer.axis)  # [S]
             among_all = sampler_of(shards).support_among(summaries)
@@ -128,7 +129,7 @@ def can_sample(buffer: Shards, wanted: Int[Array, ""]) -> Bool[Array, ""]:
     if buffer.exchange:
         return support(buffer)[0] >= wanted
 
-    def body(shards: Body, *_: Any) -> Array:
+    def body(shards: Body, *_: object) -> Array:
         return jnp.min(_supports(buffer, shards)[0])
 
     return run(buffer, body, out=jax.P()) * buffer.num_shards >= wanted
@@ -136,7 +137,7 @@ def can_sample(buffer: Shards, wanted: Int[Array, ""]) -> Bool[Array, ""]:
 
 def put(
     buffer: Shards,
-    put_block: Callable[..., Any],
+    put_block: Function,
     items: PyTree[Array],
     arguments: dict[str, object],
 ) -> Any:
@@ -145,7 +146,7 @@ def put(
     Slots among the results are numbered through all shards, and have one row for each item.
     """
 
-    def body(shards: Body, rows: tuple[PyTree[Array], dict[str, Any]], _: Any) -> Any:
+    def body(shards: Body, rows: tuple[PyTree[Array], ...], _: object) -> Any:
         sampler = sampler_of(shards)
         has_rows = any(leaf.size for leaf in jax.tree.leaves(rows[0]))
         if sampler.uses_priority and "priority" not in arguments and has_rows:
@@ -181,11 +182,11 @@ def shard_slots(slots: Slots, number: Int[Array, ""], capacity: int) -> Slots:
 
 
 def change_envs(
-    buffer: AnyShards, mask: Bool[Array, " E"], change: Callable[[Any, Array], Any]
+    buffer: AnyShards, mask: Bool[Array, " E"], change: Callable[[Any, Array], Body]
 ) -> AnyShards:
     """Applies ``change(shard, mask)`` to every shard, with the mask of its own environments."""
 
-    def body(shards: Any, mask: Any, _: Any) -> Body:
+    def body(shards: Body, mask: Bool[Array, " E"], _: object) -> Body:
         return jax.vmap(change)(shards, mask.reshape(num_local(shards), -1))
 
     return buffer.replace(shards=run(buffer, body, mask))
@@ -196,7 +197,7 @@ def change_rows(
 ) -> AnyShards:
     """Applies ``change(shard, number, rows)`` to every shard, with the rows of all devices."""
 
-    def body(shards: Body, rows: Any, _: Any) -> Body:
+    def body(shards: Body, rows: PyTree[Array], _: object) -> Body:
         rows = all_gather(rows, buffer.axis)  # [B]
         numbers = numbers_of(shards, buffer.axis)
         return jax.vmap(change, in_axes=(0, 0, None))(shards, numbers, rows)
@@ -225,10 +226,10 @@ def slots_at(buffer: Shards, env: Int[Array, " B"], position: UInt[Array, " B"])
     return slots.replace(index=slots.index + buffer.capacity)
 
 
-def read_rows(buffer: Shards, rows: PyTree[Array], read: Callable[..., Any]) -> Any:
+def read_rows(buffer: Shards, rows: PyTree[Array], read: Function) -> PyTree[Array]:
     """Returns the sum of ``read(shard, number, rows)``, of which at most one is not 0 in a row."""
 
-    def body(shards: Body, rows: PyTree[Array], _: Any) -> Any:
+    def body(shards: Body, rows: PyTree[Array], _: object) -> PyTree[Array]:
         count = jax.tree.leaves(rows)[0].shape[0]
         rows = all_gather(rows, buffer.axis)  # [B]
         numbers = numbers_of(shards, buffer.axis)
@@ -246,7 +247,7 @@ def read_rows(buffer: Shards, rows: PyTree[Array], read: Callable[..., Any]) -> 
     return run(buffer, body, rows)
 
 
-def result_shapes(shards: Body, operation: Operation, arguments: dict[str, Any]) -> Any:
+def result_shapes(shards: Body, operation: Operation, arguments: dict[str, Any]) -> PyTree:
     """Checks the arguments of an operation of one shard; returns the shapes of its result.
 
     Arguments that are traced lose their shardings and the axes over which they vary. The values of
@@ -299,11 +300,11 @@ def cast_arguments(shards: Body, operation: Operation, arguments: dict[str, Any]
 
 
 def change_each(
-    buffer: AnyShards, change: Callable[..., Body], arguments: tuple[Any, ...] = ()
+    buffer: AnyShards, change: Callable[..., Body], arguments: tuple[PyTree[Array], ...] = ()
 ) -> AnyShards:
     """Applies ``change(shard, *arguments)`` to every shard."""
 
-    def body(shards: Any, _: Any, replicated: Any) -> Body:
+    def body(shards: Body, _: object, replicated: tuple[PyTree[Array], ...]) -> Body:
         if num_local(shards) > 1:
             return jax.vmap(lambda shard: change(shard, *replicated))(shards)
         # A single shard is not mapped: its loops end by its own conditions, and XLA updates what
@@ -317,7 +318,7 @@ def change_each(
 def metrics(buffer: Shards) -> dict[str, Array]:
     """Returns the metrics of all shards, joined as their names say."""
 
-    def body(shards: Body, *_: Any) -> dict[str, Array]:
+    def body(shards: Body, *_: object) -> dict[str, Array]:
         of_shards = jax.vmap(lambda shard: shard.metrics())(shards)
         of_shards = all_gather(of_shards, buffer.axis)  # [S]
         of_shards.pop("effective_sample_size", None)

@@ -1,7 +1,7 @@
 """Programs that run on each device of a ``Sharded``, with the shards of this device."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.buffers.created import check_alike
 from jaxbuf.core.versions import reshard
+
+Result = TypeVar("Result")
 
 _EXPLICIT = jax.sharding.AxisType.Explicit
 
@@ -48,11 +50,11 @@ class Shards(Buffer, struct.PyTreeNode):
 
 def run(
     buffer: Shards,
-    body: Callable[[Any, Any, Any], Any],
+    body: Callable[..., Result],
     rows: PyTree[Array] = (),
     replicated: PyTree[Array] = (),
     out: jax.P | None = None,
-) -> Any:
+) -> Result:
     """Runs ``body(shards, rows, replicated)`` on each device, with its own shards and rows.
 
     Inside the caller's ``jax.shard_map`` over the axis this is a plain call. Elsewhere it is mapped

@@ -23,7 +23,7 @@ def sample(buffer: Shards, key: PRNGKeyArray, batch_size: int) -> Sample:
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     nbytes = _row_bytes(buffer)
 
-    def body(shards: Body, _: Any, words: Array) -> Sample:
+    def body(shards: Body, _: object, words: Array) -> Sample:
         shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
         summaries = summarize(shards) if buffer.exchange else ()  # [L]
         words = jnp.broadcast_to(words, (num_local(shards), *words.shape))
@@ -83,7 +83,7 @@ def get(buffer: Shards, slots: Slots) -> Sample:
     """Returns the items with these slots, each on the device of its row."""
     nbytes, count = _row_bytes(buffer), buffer.num_shards
 
-    def body(shards: Body, rows: Slots, _: Any) -> Sample:
+    def body(shards: Body, rows: Slots, _: object) -> Sample:
         shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
         slots = all_gather(rows, buffer.axis)  # [B]
         summaries = all_gather(summarize(shards), buffer.axis) if buffer.exchange else ()  # [S]
