@@ -268,19 +268,16 @@ class LockStep(struct.PyTreeNode):
         return mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm) > 0
 
     def _gather(self, tree: PyTree[Array]) -> PyTree[Array]:
-        """Returns the trees of all ranks on the manager, with a row for each rank."""
         import mpi4jax
 
         return self._exchange(mpi4jax.gather, tree)
 
     def _scatter(self, tree: PyTree[Array]) -> PyTree[Array]:
-        """Sends each rank its row of the manager's tree."""
         import mpi4jax
 
         return self._exchange(mpi4jax.scatter, tree)
 
     def _broadcast(self, tree: PyTree[Array]) -> PyTree[Array]:
-        """Sends all ranks the manager's tree."""
         import mpi4jax
 
         return self._exchange(mpi4jax.bcast, tree)

@@ -11,7 +11,7 @@ References:
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -309,7 +309,7 @@ class WeightedSum:
         for part in self.parts:
             scores |= part(buffer, batch, mask, sender)
         total = jnp.float32(0)
-        for name, weight in cast("tuple[tuple[str, float], ...]", self.weights):
+        for name, weight in dict(self.weights).items():
             if name not in scores:
                 raise ValueError(
                     f"weights has {name!r}, which no part returns; they return {sorted(scores)}"

@@ -133,7 +133,6 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
 
     @property
     def abilities(self) -> frozenset[str]:
-        """The abilities of the buffer inside."""
         return as_buffer(self.buffer).abilities
 
     @property
@@ -152,17 +151,14 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
         return as_buffer(self.buffer).storage
 
     def inside(self) -> tuple[Any, int]:
-        """Returns the buffer inside, and its number of shards, which is 0."""
         return as_buffer(self.buffer).inside()
 
     def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
-        """Returns new fields after a check that the buffer inside holds the same kind of items."""
         if "buffer" in updates:
             check_alike("buffer", self.buffer, updates["buffer"])
         return super().checked(updates)
 
     def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
-        """Checks that the buffer inside can ever hold so many items, or windows."""
         as_buffer(self.buffer).check_room(asks, rows, sequence_length)
 
     def shares(self, rows: int) -> list[Share]:

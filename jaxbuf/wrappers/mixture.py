@@ -142,7 +142,6 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
 
     @property
     def members(self) -> tuple[Any, ...]:
-        """The parts."""
         return self.parts
 
     @property
@@ -213,20 +212,17 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         return jnp.all(jnp.stack(able), axis=0)
 
     def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
-        """Returns new fields after a check that the parts hold the same kind of items."""
         if "parts" in updates:
             check_alike("parts", self.parts, updates["parts"])
         return super().checked(updates)
 
     def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
-        """Checks that each part can ever hold its share of so many items, or windows."""
         for i, count in enumerate(self.counts(rows)):
             if self.ratios[i] > 0:
                 part_asks = f"{asks}, of which parts[{i}] gives {count}"
                 as_buffer(self.parts[i]).check_room(part_asks, max(count, 1), sequence_length)
 
     def check_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of ``add``, after the checks of the part that gets them."""
         part, parts = arguments.get("part"), self.parts
         if isinstance(part, int | np.integer) and 0 <= part < len(parts):
             return as_buffer(parts[part]).check_add(arguments)
@@ -253,7 +249,6 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         }
 
     def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of ``set_hyperparameters``, after the checks of the part."""
         options = dict(arguments)
         i = self._check_part(options.pop("part", None))
         return {**as_buffer(self.parts[i]).check_hyperparameters(options), "part": i}
@@ -558,7 +553,6 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         )
 
     def support(self) -> Support:
-        """Returns the number of items that can be drawn, and the least probability among them."""
         supports = [
             (_support_of(part), jnp.float32(ratio))
             for part, ratio in zip(self.parts, self.ratios, strict=True)

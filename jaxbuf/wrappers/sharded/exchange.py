@@ -55,8 +55,8 @@ def exchange(
         rows = jax.vmap(fetch, in_axes=(0, 0, None))(shards, numbers, row)  # [L, n, ...]
         shard = shard_of_row.at[row].get(mode="clip")  # [n]
         holder = jnp.clip(shard - numbers[0], 0, local - 1)  # [n]
-        each = jnp.arange(row.shape[0], dtype=jnp.int32)
-        rows = jax.tree.map(lambda leaf: leaf[holder, each] if local > 1 else leaf[0], rows)
+        index = jnp.arange(row.shape[0], dtype=jnp.int32)
+        rows = jax.tree.map(lambda leaf: leaf[holder, index] if local > 1 else leaf[0], rows)
         return collectives.all_to_all(rows, axis) if devices > 1 else rows
 
     row = jnp.arange(batch_size, dtype=jnp.int32).reshape(devices, per_device)  # [D, B / D]
@@ -77,10 +77,10 @@ def exchange(
     moves = shard_of_row.reshape(devices, per_device) != row // per_shard  # [D, B / D]
     device = jnp.arange(devices, dtype=jnp.int32)[:, None]
     pair = jnp.where(moves, device * devices + sender, devices**2).reshape(-1)
-    most = jnp.max(jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop"))
+    rows_of_pair = jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop")
     width = width_of_round(batch_size, devices, nbytes)
-    sends = moves & (sender == this_device)  # [D, B / D]: device d is the receiver
-    receives = moves[this_device][None] & (sender[this_device][None] == device)  # d is the sender
+    sends = moves & (sender == this_device)  # [D, B / D], to device d
+    receives = moves[this_device][None] & (sender[this_device][None] == device)  # from device d
     column = jnp.broadcast_to(column, receives.shape)
 
     def step(turn: Array, batch: PyTree[Array]) -> PyTree[Array]:
@@ -91,20 +91,15 @@ def exchange(
             lambda leaf, new: leaf.at[target].set(new, mode="drop"), batch, received
         )
 
-    return lax.fori_loop(0, -(-most // width), step, batch)
+    return lax.fori_loop(0, -(-jnp.max(rows_of_pair) // width), step, batch)
 
 
 def _rows_of_round(
     mask: Bool[Array, "D b"], turn: Array, width: int, row: Int[Array, "D b"], past_end: int
 ) -> Int[Array, "D w"]:
-    """Returns the rows of round ``turn`` with each device, of those in a mask.
+    """Returns the rows of one round with each device, of those that a mask has for all rounds.
 
-    Args:
-        mask: The rows that are exchanged with each device, in all rounds.
-        turn: The number of the round, counted from 0.
-        width: The number of rows of a round.
-        row: The rows.
-        past_end: A row that is out of range, which fills up rounds with fewer rows.
+    A round with fewer than ``width`` rows is filled up with ``past_end``.
     """
     rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1  # [D, b]
     column = jnp.where(mask & (rank // width == turn), rank % width, width)

@@ -124,15 +124,15 @@ def support(buffer: Shards) -> tuple[Int[Array, ""], Float[Array, ""]]:
     return run(buffer, body, out=jax.P())
 
 
-def can_sample(buffer: Shards, wanted: Int[Array, ""]) -> Bool[Array, ""]:
-    """Returns whether so many items can be drawn, without exchange from every shard alike."""
+def can_sample(buffer: Shards, num_rows: Int[Array, ""]) -> Bool[Array, ""]:
+    """Returns whether so many rows can be drawn; without exchange, each shard needs its share."""
     if buffer.exchange:
-        return support(buffer)[0] >= wanted
+        return support(buffer)[0] >= num_rows
 
     def body(shards: Body, *_: object) -> Array:
         return jnp.min(_supports(buffer, shards)[0])
 
-    return run(buffer, body, out=jax.P()) * buffer.num_shards >= wanted
+    return run(buffer, body, out=jax.P()) * buffer.num_shards >= num_rows
 
 
 def put(

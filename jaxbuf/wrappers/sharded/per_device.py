@@ -36,7 +36,6 @@ class Shards(Buffer, struct.PyTreeNode):
         return self.num_shards * self.shards.capacity
 
     def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
-        """Returns new fields after a check that the shards hold the same kind of items."""
         if "shards" in updates:
             check_alike("shards", self.shards, updates["shards"])
         return super().checked(updates)

@@ -148,7 +148,6 @@ class Sharded(SlottedBuffer, Shards):
 
     @property
     def abilities(self) -> frozenset[str]:
-        """The abilities of the shards."""
         return self.shards.abilities
 
     @property
@@ -167,11 +166,9 @@ class Sharded(SlottedBuffer, Shards):
         return self.shards.data
 
     def inside(self) -> tuple[Body, int]:
-        """Returns the shards, and their number."""
         return self.shards, self.num_shards
 
     def room(self, sequence_length: int | None = None) -> tuple[float, str]:
-        """Returns the number of items, or windows, of a full buffer, and a text for this number."""
         each, text = self.shards.room(sequence_length)
         return self.num_shards * each, text
 
@@ -230,15 +227,7 @@ class Sharded(SlottedBuffer, Shards):
     def _put(
         self, name: str, put: Function, items: PyTree[Array], options: dict[str, object]
     ) -> Any:
-        """Returns the results of ``put(shard, items, options)`` of the shards, of their own rows.
-
-        Options that are None are left out.
-
-        Args:
-            name: The name of the operation, for errors.
-            put: A function that adds rows to a shard.
-            items: The rows of all shards.
-            options: The options of the shards' own operation, by name.
+        """Returns ``put(shard, items, options)`` of all shards, each with its own rows.
 
         Raises:
             ValueError: If an argument is wrong, in the shapes that the caller knows.
@@ -273,7 +262,6 @@ class Sharded(SlottedBuffer, Shards):
         return on_shards.hyperparameters(self)
 
     def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of ``set_hyperparameters``, after the checks of the shards."""
         return self.shards.check_hyperparameters(arguments)
 
     def set_hyperparameters(
