@@ -14,21 +14,26 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree, UInt8
 
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_not_donated
 from jaxbuf.core.hyperparameters import Varying
 from jaxbuf.core.segment_tree import NARROW, narrow, using_width, with_widths_of
 from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
-from jaxbuf.io.structure import Leaf
+from jaxbuf.io.records import Record
+from jaxbuf.io.structure import Configuration, Leaf
+
+if TYPE_CHECKING:
+    from tensorstore import TensorStore
 
 Tree = TypeVar("Tree")
 
@@ -36,16 +41,16 @@ _FORMAT = 2
 _DATA = "data"
 _SHARDED = "sharded"
 # The checksums of the chunks that a process wrote, by leaf and chunk.
-_PLACES = "places-{}.json"
+_CHECKSUMS = "places-{}.json"
 _TOKEN = "shared"
 _BYTES = jax.ShapeDtypeStruct((1,), np.uint8)
 _CHUNK_BYTES = 2**24
 _ROUND_BYTES = 16 * _CHUNK_BYTES
 # Seconds until a process must see what another one wrote.
-_PATIENCE = 5.0
+_TIMEOUT = 5.0
 
 
-def save(path: str | os.PathLike[str], buffer: Any) -> None:
+def save(path: str | os.PathLike[str], buffer: PyTree) -> None:
     """Writes a checkpoint to a folder and replaces the previous one.
 
     Saving is atomic: a process that is killed at any moment leaves either the complete previous
@@ -84,61 +89,57 @@ def save(path: str | os.PathLike[str], buffer: Any) -> None:
     check_not_donated(buffer, "buffer")
     # All platforms write and read the same form of segment trees.
     buffer = narrow(buffer)
-    described = structure.leaves(buffer, "buffer")
-    if not described:
+    types = structure.leaves(buffer, "buffer")
+    if not types:
         raise ValueError(
             f"buffer is {buffer!r}, in which there are no arrays; expected a buffer or a pytree of "
             "arrays"
         )
-    values = [
-        _numbers(value, f"buffer{name}")
-        for name, value in zip(described, jax.tree.leaves(buffer), strict=True)
-    ]
+    leaves = dict(zip(types, jax.tree.leaves(buffer), strict=True))
+    values = [_numbers(leaf, f"buffer{name}") for name, leaf in leaves.items()]
     # Arrays that are whole on one device, or replicated on each, are written to one file.
     sharded = {
         i: value
         for i, value in enumerate(values)
         if isinstance(value, jax.Array) and value.size and not value.is_fully_replicated
     }
-    arrays = [_to_bytes(value) for i, value in enumerate(values) if i not in sharded]
-    rest = iter(arrays)
-    leaves: dict[str, Any] = {}
-    for i, (name, leaf) in enumerate(described.items()):
-        leaves[name] = dataclasses.asdict(leaf)
+    arrays = {i: _to_bytes(value) for i, value in enumerate(values) if i not in sharded}
+    described: dict[str, Record] = {}
+    for i, (name, leaf) in enumerate(leaves.items()):
+        record = dataclasses.asdict(types[name])
         if i in sharded:
-            leaves[name]["chunk"] = _chunk(sharded[i])
+            record["chunk"] = _chunk(sharded[i])
         else:
-            array = next(rest)
-            leaves[name] |= {"bytes": array.size, "crc32": zlib.crc32(array.data)}
-    for name, value in zip(described, jax.tree.leaves(buffer), strict=True):
-        if structure.is_key(described[name].dtype):
-            leaves[name]["key"] = str(jax.random.key_impl(value))
-    chunk = min(max(1, sum(array.size for array in arrays)), _CHUNK_BYTES)
-    manifest: dict[str, Any] = {
+            record |= {"bytes": arrays[i].size, "crc32": zlib.crc32(arrays[i].data)}
+        if structure.is_key(types[name].dtype):
+            record["key"] = str(jax.random.key_impl(leaf))
+        described[name] = record
+    chunk = min(max(1, sum(array.size for array in arrays.values())), _CHUNK_BYTES)
+    manifest: Record = {
         "format": _FORMAT,
         "configuration": structure.configuration(buffer),
         "chunk": chunk,
-        "leaves": leaves,
+        "leaves": described,
     }
-    alone = all(array.is_fully_addressable for array in sharded.values())
+    is_local = all(array.is_fully_addressable for array in sharded.values())
     if sharded:
-        manifest["writers"] = [jax.process_index()] if alone else [*range(jax.process_count())]
+        manifest["writers"] = [jax.process_index()] if is_local else [*range(jax.process_count())]
 
     def write_shards(version: Path) -> None:
         # A chunk has a checksum of its own, but that does not tell where the chunk belongs.
-        found = {str(i): _write_shards(version, i, array) for i, array in sharded.items()}
-        if found:
-            records.write(version / _PLACES.format(jax.process_index()), found)
+        checksums = {str(i): _write_shards(version, i, array) for i, array in sharded.items()}
+        if checksums:
+            records.write(version / _CHECKSUMS.format(jax.process_index()), checksums)
 
     def write_rest(version: Path) -> None:
-        _write(version, arrays, chunk)
+        _write(version, [*arrays.values()], chunk)
         records.write(version / "manifest.json", manifest)
 
     def write(version: Path) -> None:
         write_shards(version)
         write_rest(version)
 
-    if alone:
+    if is_local:
         versions.replace(folder, write)
     else:
         _replace_together(folder, write_shards, write_rest)
@@ -185,14 +186,14 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
     folder = checks.check_path("path", path).resolve()
     checks.check_flag("resize", resize)
     with versions.locked(folder, shared=True):
-        found = versions.find(folder)
-        if not found:
+        saved = versions.find(folder)
+        if not saved:
             raise FileNotFoundError(f"there is no checkpoint in {path} of jaxbuf 0.2.0 or later")
         with using_width(NARROW):
-            tree = _load(found[-1], narrow(like), resize)
+            tree = _load(saved[-1], narrow(like), resize)
     if jax.tree.structure(tree) == jax.tree.structure(like):
         return tree
-    return jax.tree.map(_place, with_widths_of(like, tree), like)
+    return jax.tree.map(_put_like, with_widths_of(like, tree), like)
 
 
 def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
@@ -215,79 +216,78 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
             f"reads formats up to {_FORMAT}"
         )
     try:
-        leaves = dict(manifest["leaves"])
-        saved = {name: _check_record(leaf) for name, leaf in leaves.items()}
+        described = dict(manifest["leaves"])
+        saved = {name: _check_record(record) for name, record in described.items()}
         configuration = dict(manifest["configuration"])
-        _need(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
+        _require(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
-    sized: Any = resizing.as_saved(like, configuration, saved) if resize else like
+    sized: PyTree = resizing.as_saved(like, configuration, saved) if resize else like
     target = earlier.as_saved(sized, saved, configuration)
-    gone = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
-    wanted = {name: leaf for name, leaf in saved.items() if name not in gone}
-    _compare(version, configuration, wanted, target, resize)
+    obsolete = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
+    needed = {name: leaf for name, leaf in saved.items() if name not in obsolete}
+    _compare(version, configuration, needed, target, resize)
 
-    names = [*structure.leaves(target, "like")]
-    places = dict(zip(names, jax.tree.leaves(target), strict=True))
+    leaves = dict(zip(structure.leaves(target, "like"), jax.tree.leaves(target), strict=True))
     loaded: dict[str, Any] = {}
-    readers = _read(version, manifest)
+    stored = _read(version, manifest)
     for name, leaf in saved.items():
         try:
-            read = next(readers)
-            if name not in gone:
-                loaded[name] = _restore(read, leaf, leaves[name], places[name])
+            data = next(stored)
+            if name not in obsolete:
+                loaded[name] = _restore(data, leaf, described[name], leaves[name])
         except MemoryError:
             raise
         except Exception as error:
             # Each layer of the storage raises errors of its own.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
-    tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in names])
+    tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in leaves])
     renewed = earlier.renewed(tree, sized, configuration)
     if resize:
         renewed = resizing.fit(renewed, like)
-    return jax.tree.map(_place, renewed, like) if renewed is not tree else tree
+    return jax.tree.map(_put_like, renewed, like) if renewed is not tree else tree
 
 
-def _check_record(record: Any) -> Leaf:
-    """Returns the type of a leaf as a manifest describes it.
+def _check_record(record: Record) -> Leaf:
+    """Returns the type of a leaf, which a manifest describes.
 
     Raises:
         ValueError: If it describes no leaf; also KeyError and TypeError.
     """
     shape = tuple(_integer(size) for size in record["shape"])
     leaf = Leaf(shape, record["dtype"], record["scalar"])
-    _need(isinstance(leaf.dtype, str) and isinstance(leaf.scalar, bool))
+    _require(isinstance(leaf.dtype, str) and isinstance(leaf.scalar, bool))
     *_, size = _stored_shape(record)
     nbytes = math.prod(_stored_shape(record))
     if "chunk" in record:
         chunk = [_integer(length) for length in record["chunk"]]
-        whole = [*_stored_shape(record)[:-1]]
-        _need(
-            len(chunk) == len(whole) and all(0 < c <= n for c, n in zip(chunk, whole, strict=True))
+        axes = _stored_shape(record)[:-1]
+        _require(
+            len(chunk) == len(axes) and all(0 < c <= n for c, n in zip(chunk, axes, strict=True))
         )
-        _need(math.prod(chunk) * size < 2**62)
+        _require(math.prod(chunk) * size < 2**62)
     else:
         _integer(record["crc32"])
-        _need(record["bytes"] == nbytes)
+        _require(record["bytes"] == nbytes)
     return leaf
 
 
 def _integer(value: Any) -> int:
-    _need(type(value) is int and value >= 0)
+    _require(type(value) is int and value >= 0)
     return value
 
 
-def _need(right: bool) -> None:
+def _require(condition: bool) -> None:
     """Raises ValueError if a condition on a manifest does not hold."""
-    if not right:
+    if not condition:
         raise ValueError("a number is not one that jaxbuf writes")
 
 
 def _compare(
     version: Path,
-    configuration: dict[str, Any],
+    configuration: Configuration,
     saved: dict[str, Leaf],
-    target: Any,
+    target: PyTree,
     resize: bool,
 ) -> None:
     """Checks that a checkpoint matches ``target``.
@@ -295,43 +295,43 @@ def _compare(
     Raises:
         ValueError: If it does not; the message names the first differences.
     """
-    missing, wanted = "nothing", structure.configuration(target)
-    configuration = earlier.completed(configuration, wanted)
-    parts: list[str] = []
-    sizes = True
-    for name in sorted({*configuration, *wanted}):
-        have, want = configuration.get(name, missing), wanted.get(name, missing)
+    missing, expected = "nothing", structure.configuration(target)
+    configuration = earlier.completed(configuration, expected)
+    fields: list[str] = []
+    only_sizes = True
+    for name in sorted({*configuration, *expected}):
+        same = configuration.get(name, missing) == expected.get(name, missing)
         # If a node has another class, differences below it say nothing more.
-        if have != want and not any(name.startswith(other + ".") for other in parts):
-            parts.append(name)
-            sizes &= name.endswith((".capacity", ".length", ".num_shards"))
+        if not same and not any(name.startswith(field + ".") for field in fields):
+            fields.append(name)
+            only_sizes &= name.endswith((".capacity", ".length", ".num_shards"))
     messages = [
-        f"like{name} is {wanted.get(name, missing)}, but the checkpoint has "
+        f"like{name} is {expected.get(name, missing)}, but the checkpoint has "
         f"{configuration.get(name, missing)}"
-        for name in parts
+        for name in fields
     ]
-    given = structure.leaves(target, "like")
-    messages += _other_envs(configuration, saved, given)
+    leaves = structure.leaves(target, "like")
+    messages += _other_envs(configuration, saved, leaves)
     if messages:
         hint = "create it alike"
-        if sizes and not resize:
+        if only_sizes and not resize:
             hint = "pass resize=True to load into another size"
-        kinds = [found.get(name) for name in parts for found in (configuration, wanted)]
+        kinds = [values.get(name) for name in fields for values in (configuration, expected)]
         if Varying.__qualname__ in kinds:
             hint = "create it alike, load it, and change its sampler with buffer.with_sampler(...)"
-        if any(name.endswith(".num_shards") for name in parts):
+        if any(name.endswith(".num_shards") for name in fields):
             hint = f"create it with as many shards, on any number of devices, or {hint}"
     else:
         hint = "pass a pytree like the one that was saved"
-        messages = [f"like{name} is not in the checkpoint" for name in given if name not in saved]
-        messages += [f"like{name} is missing" for name in saved if name not in given]
-        for name in saved.keys() & given.keys() if not messages else ():
-            have, want = saved[name], given[name]
-            if not have.fits(want):
-                what = "shape" if have.shape != want.shape else "dtype"
+        messages = [f"like{name} is not in the checkpoint" for name in leaves if name not in saved]
+        messages += [f"like{name} is missing" for name in saved if name not in leaves]
+        for name in saved.keys() & leaves.keys() if not messages else ():
+            leaf, like = saved[name], leaves[name]
+            if not leaf.fits(like):
+                attribute = "shape" if leaf.shape != like.shape else "dtype"
                 messages.append(
-                    f"like{name} has {what} {getattr(want, what)}, but the checkpoint has "
-                    f"{getattr(have, what)}"
+                    f"like{name} has {attribute} {getattr(like, attribute)}, but the checkpoint "
+                    f"has {getattr(leaf, attribute)}"
                 )
     if messages:
         shown = "; ".join(itertools.islice(sorted(messages), 5))
@@ -340,23 +340,24 @@ def _compare(
 
 
 def _other_envs(
-    configuration: dict[str, Any], saved: dict[str, Leaf], given: dict[str, Leaf]
+    configuration: Configuration, saved: dict[str, Leaf], leaves: dict[str, Leaf]
 ) -> list[str]:
-    """Returns what to say about rings of another number of environments."""
-    found: list[str] = []
-    for name in saved.keys() & given.keys():
+    """Returns messages about rings that were saved with another number of environments."""
+    messages: list[str] = []
+    for name in saved.keys() & leaves.keys():
         rings, field, _ = name.rpartition(".cursor")
         if field and configuration.get(rings) == "Rings":
             buffer = rings.removesuffix(".inner").removesuffix(".occupancy")
-            have, want = saved[name].shape, given[name].shape
+            shape, like = saved[name].shape, leaves[name].shape
             # Items have no environments, and a cursor without axes.
-            if have and want and have[-1] != want[-1] and have[:-1] == want[:-1]:
-                more = f"has num_envs {want[-1]}, but the checkpoint has {have[-1]}"
-                found.append(f"like{buffer} {more}")
-    return found
+            if shape and like and shape[-1] != like[-1] and shape[:-1] == like[:-1]:
+                messages.append(
+                    f"like{buffer} has num_envs {like[-1]}, but the checkpoint has {shape[-1]}"
+                )
+    return messages
 
 
-def _read_manifest(version: Path) -> dict[str, Any]:
+def _read_manifest(version: Path) -> Record:
     """Returns the manifest of a checkpoint.
 
     Raises:
@@ -371,7 +372,7 @@ def _read_manifest(version: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write(version: Path, arrays: list[np.ndarray[Any, Any]], chunk: int) -> None:
+def _write(version: Path, arrays: list[UInt8[np.ndarray, " N"]], chunk: int) -> None:
     """Writes the bytes of all arrays, one after the other, to one array on disk."""
     import tensorstore as ts
 
@@ -400,23 +401,23 @@ def _chunk(array: jax.Array) -> list[int]:
     """Returns the shape of the chunks of an array; no chunk spans two shards."""
     chunk = [*array.sharding.shard_shape(array.shape)]
     for axis, size in enumerate(chunk):
-        wanted = _CHUNK_BYTES / (array.dtype.itemsize * math.prod(chunk)) * size
-        if wanted < size:
+        best = _CHUNK_BYTES / (array.dtype.itemsize * math.prod(chunk)) * size
+        if best < size:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
-            chunk[axis] = min(divisors, key=lambda n: abs(math.log(n / wanted)))
+            chunk[axis] = min(divisors, key=lambda n: abs(math.log(n / best)))
     return chunk
 
 
 def _open_sharded(
-    version: Path, i: int, shape: tuple[int, ...], chunk: list[int], size: int, **options: Any
-) -> Any:
+    version: Path, i: int, shape: Sequence[int], chunk: list[int], size: int, **options: Any
+) -> "TensorStore":
     """Returns the array on disk that has the bytes of leaf ``i``, ``uint8[*shape, size]``."""
     shape, chunk = (*shape, size), [*chunk, size]
     return zarr.open_array(version / _SHARDED / str(i), np.dtype(np.uint8), shape, chunk, **options)
 
 
 def _write_shards(version: Path, i: int, array: jax.Array) -> dict[str, int]:
-    """Writes the parts of an array that this process holds, each part once.
+    """Writes the shards of an array that this process holds, each shard once.
 
     Returns:
         The checksums of the chunks, by name.
@@ -425,15 +426,15 @@ def _write_shards(version: Path, i: int, array: jax.Array) -> dict[str, int]:
     cache = zarr.new_cache(0)
     with _as_os_error():
         store = _open_sharded(version, i, array.shape, chunk, size, cache=cache, create=True)
-    found: dict[str, int] = {}
+    checksums: dict[str, int] = {}
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             data = np.ascontiguousarray(shard.data)[..., None].view(np.uint8)
             index = (*shard.index, slice(None))
             zarr.finish([store[index].write(data)])
             for name in zarr.grid((*array.shape, size), (*chunk, size), index):
-                found[name] = zarr.checksum(version / _SHARDED / str(i) / name)
-    return found
+                checksums[name] = zarr.checksum(version / _SHARDED / str(i) / name)
+    return checksums
 
 
 def _replace_together(
@@ -455,11 +456,11 @@ def _replace_together(
         number = _broadcast(versions.number(version))
         _check_shared(version, _broadcast(token))
 
-        def write_own() -> None:
+        def write_local() -> None:
             (version / _TOKEN).unlink()
             write_shards(version)
 
-        _each(write_own)
+        _in_all_processes(write_local)
         write_rest(version)
 
     if jax.process_index() == 0:
@@ -478,7 +479,7 @@ def _replace_together(
         if number >= 0:
             version = versions.unfinished(folder, number)
             _check_shared(version, _broadcast(0))
-            _each(lambda: write_shards(version))
+            _in_all_processes(lambda: write_shards(version))
     finally:
         finished = bool(_broadcast(0))
     if not finished:
@@ -497,9 +498,9 @@ def _check_shared(version: Path, token: int) -> None:
         OSError: If one does not, in all of them.
     """
 
-    def look() -> None:
+    def wait_for_token() -> None:
         # A network file system may show a new file a little later.
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         while True:
             with contextlib.suppress(OSError), records.open_file(version / _TOKEN, "r") as file:
                 if file.read(16) == str(token):
@@ -511,68 +512,103 @@ def _check_shared(version: Path, token: int) -> None:
                 )
             time.sleep(0.1)
 
-    _each(look, f"does not share {version.parent} with process 0, as all processes must")
+    _in_all_processes(
+        wait_for_token, f"does not share {version.parent} with process 0, as all processes must"
+    )
 
 
-def _each(
+def _in_all_processes(
     function: Callable[[], None], failed: str = "could not write its part of the checkpoint"
 ) -> None:
-    """Calls a function in every process, and fails in all of them if it fails in one."""
+    """Calls a function in every process; if it fails in one of them, raises an error in all."""
     error: Exception | None = None
     try:
         function()
     except Exception as raised:
         error = raised
-    where = np.flatnonzero(multihost_utils.process_allgather(np.int32(error is not None)))
+    processes = np.flatnonzero(multihost_utils.process_allgather(np.int32(error is not None)))
     if error is not None:
         raise error
-    if where.size:
-        raise OSError(f"process {where[0]} {failed}")
+    if processes.size:
+        raise OSError(f"process {processes[0]} {failed}")
 
 
-def _read(version: Path, manifest: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
-    """Yields for each leaf a function that reads the bytes at an index, ``uint8[..., size]``."""
+@dataclasses.dataclass(frozen=True)
+class _ShardedBytes:
+    """The bytes of a sharded leaf, ``uint8[*shape, size]``; an index reads a part from disk.
+
+    Attributes:
+        array: The array on disk.
+        folder: Its folder.
+        chunk: The shape of its chunks.
+        checksums: The checksums of its chunks, by name; None if version 0.2.0 wrote them.
+    """
+
+    array: "TensorStore"
+    folder: Path
+    chunk: list[int]
+    checksums: dict[str, int] | None
+
+    def __getitem__(self, index: tuple[slice, ...]) -> UInt8[np.ndarray, "..."]:
+        self._check(index)
+        return self.array[(*index, ...)].read().result()
+
+    def _check(self, index: tuple[slice, ...]) -> None:
+        """Checks that the chunks at an index are the ones that were written there.
+
+        Raises:
+            ValueError: If one of them is another chunk.
+        """
+        if self.checksums is None:
+            return
+        shape = self.array.shape
+        index = (*index, *[slice(None)] * (len(shape) - len(index)))
+        for name in zarr.grid(shape, self.chunk, index):
+            if zarr.checksum(self.folder / name) != self.checksums.get(name):
+                raise ValueError(f"chunk {name} is not the one that was written there")
+
+
+_Bytes: TypeAlias = UInt8[np.ndarray, "..."] | _ShardedBytes
+
+
+def _read(version: Path, manifest: Record) -> Iterator[_Bytes]:
+    """Yields the bytes of each leaf, ``uint8[*shape, size]``."""
     # Keeps the chunk that small arrays share.
     cache = zarr.new_cache(2 * _CHUNK_BYTES)
-    store, at, places = None, 0, None
+    store, start, checksums = None, 0, None
     for i, leaf in enumerate(manifest["leaves"].values()):
         *shape, size = _stored_shape(leaf)
         if "chunk" in leaf:
-            if places is None:
-                places = _places(version, manifest)
-            zarr.check_sizes(version / _SHARDED / str(i), (*shape, size), (*leaf["chunk"], size))
-            part = _open_sharded(version, i, tuple(shape), leaf["chunk"], size, cache=cache)
-            check = functools.partial(_check_places, version, i, leaf, places.get(str(i)))
-
-            def read(index: Any, part: Any = part, check: Any = check) -> Any:
-                check(index)
-                return part[(*index, slice(None))].read().result()
-
-            yield read
+            if checksums is None:
+                checksums = _read_checksums(version, manifest)
+            folder, chunk = version / _SHARDED / str(i), [*leaf["chunk"], size]
+            zarr.check_sizes(folder, (*shape, size), chunk)
+            array = _open_sharded(version, i, shape, leaf["chunk"], size, cache=cache)
+            yield _ShardedBytes(array, folder, chunk, checksums.get(str(i)))
             continue
         if 0 in shape:
-            array = np.zeros(0, np.uint8)
+            data = np.zeros(0, np.uint8)
         else:
-            index = (slice(at, at + leaf["bytes"]),)
-            zarr.check_sizes(version / _DATA, (at + leaf["bytes"],), (manifest["chunk"],), index)
+            stop = start + leaf["bytes"]
+            index = (slice(start, stop),)
+            zarr.check_sizes(version / _DATA, (stop,), (manifest["chunk"],), index)
             store = store or zarr.open_rows(version / _DATA, _BYTES, manifest["chunk"], cache)
-            array = store[at : at + leaf["bytes"]].read().result()
-            at += leaf["bytes"]
-        if leaf["crc32"] != zlib.crc32(array.data):
+            data = store[start:stop].read().result()
+            start = stop
+        if leaf["crc32"] != zlib.crc32(data.data):
             raise ValueError("the numbers differ from the saved ones")
-        array = array.reshape(*shape, size)
-        yield lambda index, array=array: array[(*index, slice(None))]
+        yield data.reshape(*shape, size)
 
 
-def _places(version: Path, manifest: dict[str, Any]) -> dict[str, dict[str, int]]:
+def _read_checksums(version: Path, manifest: Record) -> dict[str, dict[str, int]]:
     """Returns the checksums of chunks by leaf; none, if version 0.2.0 wrote the checkpoint.
 
     Raises:
         ValueError: If they are damaged.
     """
-    found: dict[str, dict[str, int]] = {}
+    checksums: dict[str, dict[str, int]] = {}
     for writer in manifest.get("writers", []):
-        name = _PLACES.format(_integer(writer))
+        name = _CHECKSUMS.format(_integer(writer))
         try:
             record, intact = records.read(version / name)
         except OSError as error:
@@ -580,28 +616,11 @@ def _places(version: Path, manifest: dict[str, Any]) -> dict[str, dict[str, int]
         if not intact:
             raise ValueError(f"{name} is not what was written")
         for leaf, chunks in record.items():
-            found.setdefault(leaf, {}).update(chunks)
-    return found
+            checksums.setdefault(leaf, {}).update(chunks)
+    return checksums
 
 
-def _check_places(
-    version: Path, i: int, leaf: dict[str, Any], known: dict[str, int] | None, index: Any
-) -> None:
-    """Checks that the chunks at an index are the ones that were written there.
-
-    Raises:
-        ValueError: If one is another one.
-    """
-    *shape, size = _stored_shape(leaf)
-    if known is None:
-        return
-    where = (*index, *[slice(None)] * (len(shape) + 1 - len(index)))
-    for name in zarr.grid((*shape, size), (*leaf["chunk"], size), where):
-        if zarr.checksum(version / _SHARDED / str(i) / name) != known.get(name):
-            raise ValueError(f"chunk {name} is not the one that was written there")
-
-
-def _stored_shape(leaf: dict[str, Any]) -> tuple[int, ...]:
+def _stored_shape(leaf: Record) -> tuple[int, ...]:
     """Returns the shape of the bytes of a leaf; a PRNG key is an array of words."""
     if structure.is_key(leaf["dtype"]):
         words = jax.random.key_data(jax.random.key(0, impl=leaf["key"])).shape
@@ -609,8 +628,8 @@ def _stored_shape(leaf: dict[str, Any]) -> tuple[int, ...]:
     return (*leaf["shape"], jnp.dtype(leaf["dtype"]).itemsize)
 
 
-def _damaged(version: Path, why: str) -> ValueError:
-    return ValueError(f"the checkpoint {version} is damaged: {why}; nothing else was touched")
+def _damaged(version: Path, reason: str) -> ValueError:
+    return ValueError(f"the checkpoint {version} is damaged: {reason}; nothing else was touched")
 
 
 def _numbers(leaf: Any, name: str) -> Any:
@@ -625,23 +644,23 @@ def _numbers(leaf: Any, name: str) -> Any:
     return array
 
 
-def _to_bytes(array: Any) -> np.ndarray[Any, Any]:
-    """Returns the bytes of an array, ``uint8[N]``."""
+def _to_bytes(array: Any) -> UInt8[np.ndarray, " N"]:
+    """Returns the bytes of an array."""
     # An array on devices of other processes cannot be read, even if it is empty.
     whole = np.asarray(array) if array.size else np.zeros(0, np.uint8)
     return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
 
 
-def _restore(read: Callable[[Any], Any], saved: Leaf, record: dict[str, Any], like: Any) -> Any:
+def _restore(data: _Bytes, saved: Leaf, record: Record, like: Any) -> Any:
     """Returns a leaf as it was saved, placed like the leaf of ``like``."""
     if structure.is_key(saved.dtype):
-        words = np.ascontiguousarray(read(())).view(np.uint32)[..., 0]
+        words = np.ascontiguousarray(data[()]).view(np.uint32)[..., 0]
         # A program can place keys on devices of other processes, which device_put cannot.
         wrap = functools.partial(jax.random.wrap_key_data, impl=record["key"])
         return jax.jit(wrap, out_shardings=_sharding(like))(words)
 
-    def numbers(index: Any) -> np.ndarray[Any, Any]:
-        array = np.ascontiguousarray(read(index)).view(jnp.dtype(saved.dtype))[..., 0]
+    def numbers(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        array = np.ascontiguousarray(data[index]).view(jnp.dtype(saved.dtype))[..., 0]
         return trees.native(array)
 
     scalar = isinstance(like, bool | int | float | complex)
@@ -661,14 +680,14 @@ def _restore(read: Callable[[Any], Any], saved: Leaf, record: dict[str, Any], li
     return jax.make_array_from_callback(saved.shape, sharding, copy)
 
 
-def _sharding(like: Any) -> Any:
+def _sharding(like: Any) -> jax.sharding.Sharding | None:
     """Returns the sharding that a leaf of ``like`` is committed to, or None."""
     if isinstance(like, jax.Array) and not like.committed:
         return None
     return getattr(like, "sharding", None)
 
 
-def _place(leaf: Any, like: Any) -> Any:
-    """Puts a leaf where the leaf of ``like`` is committed to."""
+def _put_like(leaf: Any, like: Any) -> Any:
+    """Puts a leaf on the devices that the leaf of ``like`` is committed to."""
     sharding = _sharding(like)
     return leaf if sharding is None else jax.device_put(leaf, sharding)

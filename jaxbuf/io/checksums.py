@@ -9,7 +9,7 @@ that it knows of. The newest checksums are beside the number of rows, and the ot
 
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped, UInt
@@ -25,11 +25,11 @@ def checksum(rows: Shaped[np.ndarray, "B ..."]) -> int:
     return zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
 
-class Recent(NamedTuple):
-    """The checksums that are beside the number of rows. 0 is not known.
+class Newest(NamedTuple):
+    """The checksums that are beside the number of rows. An unknown checksum is 0.
 
     Attributes:
-        begin: The first file of checksums; those of the chunks before it are not known.
+        begin: The number of the first file of checksums; those of earlier chunks are unknown.
         words: The checksums of the chunks after the last file, one for each leaf.
     """
 
@@ -52,55 +52,57 @@ class Checksums:
         self._chunk = chunk
         self._segments: dict[int, UInt[np.ndarray, "C K"]] = {}
 
-    def unknown(self, rows: int) -> Recent:
+    def unknown(self, rows: int) -> Newest:
         """Returns the checksums of a store that was written without them."""
-        words = [[0] * self._leaves] * (-(-rows // self._chunk) - self._first(rows))
-        return Recent(-(-rows // self._chunk // _SEGMENT), words)
+        chunks = -(-rows // self._chunk)
+        words = [[0] * self._leaves] * (chunks - self._first(rows))
+        return Newest(-(-chunks // _SEGMENT), words)
 
-    def parse(self, record: Any, rows: int) -> Recent:
+    def parse(self, record: records.Record, rows: int) -> Newest:
         """Returns the checksums that are beside the number of rows.
 
         Args:
-            record: What was written there.
+            record: The JSON object that was written there.
             rows: The number of rows.
 
         Raises:
-            ValueError: If it cannot be what was written; also KeyError and TypeError.
+            ValueError: If the checksums are not those of ``rows`` rows; also KeyError and
+                TypeError.
         """
-        recent = Recent(record["begin"], record["words"])
+        newest = Newest(record["begin"], record["words"])
         if (
-            type(recent.begin) is not int
-            or len(recent.words) != -(-rows // self._chunk) - self._first(rows)
-            or not all(len(row) == self._leaves for row in recent.words)
-            or not all(type(x) is int and 0 <= x < _MOST for row in recent.words for x in row)
+            type(newest.begin) is not int
+            or len(newest.words) != -(-rows // self._chunk) - self._first(rows)
+            or not all(len(row) == self._leaves for row in newest.words)
+            or not all(type(x) is int and 0 <= x < _MOST for row in newest.words for x in row)
         ):
             raise ValueError("its checksums are not those of its rows")
-        return recent
+        return newest
 
-    def append(self, recent: Recent, rows: int, words: list[list[int]], stop: int) -> Recent:
+    def append(self, newest: Newest, rows: int, words: list[list[int]], stop: int) -> Newest:
         """Returns the newest checksums after an append, and writes files for older ones.
 
         Args:
-            recent: The checksums before.
+            newest: The checksums before.
             rows: The number of rows before.
             words: The checksums of the chunks that were written, one for each leaf.
             stop: The number of rows afterwards.
         """
-        before, begin = self._first(rows), recent.begin
-        every = [*recent.words[: rows // self._chunk - before], *words]
-        for first in range(before, self._first(stop), _SEGMENT):
+        start, begin = self._first(rows), newest.begin
+        words = [*newest.words[: rows // self._chunk - start], *words]
+        for chunk in range(start, self._first(stop), _SEGMENT):
             self._folder.mkdir(exist_ok=True)
-            records.write(self._file(first), {"checksums": every[:_SEGMENT]})
-            begin = min(begin, first // _SEGMENT)
-            every = every[_SEGMENT:]
-        return Recent(begin, every)
+            records.write(self._file(chunk), {"checksums": words[:_SEGMENT]})
+            begin = min(begin, chunk // _SEGMENT)
+            words = words[_SEGMENT:]
+        return Newest(begin, words)
 
-    def of(self, chunk: int, recent: Recent, rows: int) -> list[int]:
-        """Returns the checksums of a chunk, one for each leaf; 0 is not known.
+    def of(self, chunk: int, newest: Newest, rows: int) -> list[int]:
+        """Returns the checksums of a chunk, one for each leaf; 0 for an unknown one.
 
         Args:
             chunk: The number of the chunk.
-            recent: The checksums that are beside the number of rows.
+            newest: The checksums that are beside the number of rows.
             rows: The number of rows.
 
         Raises:
@@ -108,8 +110,8 @@ class Checksums:
         """
         first, segment = self._first(rows), chunk // _SEGMENT
         if chunk >= first:
-            return recent.words[chunk - first]
-        if segment < recent.begin:
+            return newest.words[chunk - first]
+        if segment < newest.begin:
             return [0] * self._leaves
         if segment not in self._segments:
             self._segments[segment] = self._read(chunk)

@@ -1,23 +1,24 @@
-"""Checkpoints of earlier versions: how what they hold becomes what a buffer has now.
+"""Conversion of checkpoints of earlier versions to the buffers of today.
 
 Version 0.2.0 kept the compared parts of items as float32 where all their bits are compared now, an
 array without elements for returns that are not recorded, no windows that are cut short by the
-end of their episode, and counts from which the staleness of the items that had left was known. Its
-rings had an axis of environments and one of time, which are one now.
+end of their episode, and counters for the staleness of removed items. Its rings had an axis of
+environments and one of time, which are one axis now.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.io.structure import Leaf
+from jaxbuf.io.structure import Configuration, KeyPath, Leaf
 from jaxbuf.occupancy.ring import QueueRing, Ring
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
@@ -28,95 +29,94 @@ from jaxbuf.strategies.points import Points
 Tree = TypeVar("Tree")
 Buffer = TypeVar("Buffer", ItemBuffer, TrajectoryBuffer)
 _POINTS = ".points.blocks"
-# The number of counters that a class had, and which of them are left.
-_LEFT = {"FreshnessState": (6, (0, 1, 4, 5)), "Statistics": (6, (0, 1, 2, 3, 4))}
+# By class: the number of its counters in 0.2.0, and the indices of the kept ones.
+_KEPT_COUNTERS = {"FreshnessState": (6, (0, 1, 4, 5)), "Statistics": (6, (0, 1, 2, 3, 4))}
 
 
-def was_empty(name: str, leaf: Leaf, configuration: dict[str, Any]) -> bool:
+def was_empty(name: str, leaf: Leaf, configuration: Configuration) -> bool:
     """Returns whether a leaf without elements was saved, which no state has now."""
     index, field, _ = name.rpartition(".returns")
     return bool(field) and 0 in leaf.shape and configuration.get(index) == "EpisodeIndex"
 
 
-def completed(saved: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+def completed(saved: Configuration, current: Configuration) -> Configuration:
     """Returns a saved configuration with the fields that a class did not have at that time.
 
     Args:
-        saved: The result of ``structure.configuration`` for what was saved.
-        wanted: That of what it is loaded for.
+        saved: The result of ``structure.configuration`` for the saved pytree.
+        current: The result for the pytree that it is loaded into.
     """
-    more: dict[str, Any] = {}
+    added: Configuration = {}
     for path, name in saved.items():
-        if name == Ring.__qualname__ and wanted.get(path) == QueueRing.__qualname__:
+        if name == Ring.__qualname__ and current.get(path) == QueueRing.__qualname__:
             # Queues had the ring of other buffers.
-            more[path] = wanted[path]
+            added[path] = current[path]
         if name == Episodes.__qualname__ and f"{path}.short_windows" not in saved:
-            # Whatever the windows are to be, ``renewed`` makes them out of those of that time.
+            # Any short windows are fine: ``renewed`` makes them from the windows of that time.
             for field, value in (("period", 1), ("short_windows", None)):
-                at = f"{path}.{field}"
-                if at in wanted:
-                    more[at] = wanted[at] if value is None else value
-    return {**saved, **more}
+                key = f"{path}.{field}"
+                if key in current:
+                    added[key] = current[key] if value is None else value
+    return {**saved, **added}
 
 
-def as_saved(like: Tree, saved: dict[str, Leaf], configuration: dict[str, Any]) -> Tree:
+def as_saved(like: Tree, saved: dict[str, Leaf], configuration: Configuration) -> Tree:
     """Returns ``like`` with the shapes and dtypes that were saved, where they differ today."""
 
-    def was(path: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(path)
-        had = saved.get(name)
-        if had is None:
+    def convert(path: KeyPath, leaf: Any) -> Any:
+        name = keystr(path)
+        before = saved.get(name)
+        if before is None:
             return leaf
-        if _change(name, had, leaf, configuration):
+        if _change(name, before, leaf, configuration):
             committed = getattr(leaf, "committed", True)
             sharding = getattr(leaf, "sharding", None) if committed else None
-            return jax.ShapeDtypeStruct(had.shape, leaf.dtype, sharding=sharding)
-        if name.endswith(_POINTS) and had.dtype == "float32" and leaf.dtype == np.uint32:
-            return jax.ShapeDtypeStruct(had.shape, np.float32)
+            return jax.ShapeDtypeStruct(before.shape, leaf.dtype, sharding=sharding)
+        if name.endswith(_POINTS) and before.dtype == "float32" and leaf.dtype == np.uint32:
+            return jax.ShapeDtypeStruct(before.shape, np.float32)
         return leaf
 
-    return jax.tree_util.tree_map_with_path(was, like)
+    return jax.tree_util.tree_map_with_path(convert, like)
 
 
-def renewed(tree: Tree, like: PyTree, saved: dict[str, Any]) -> Tree:
-    """Returns what was loaded in the form of ``like``, whose buffers have the same sizes.
+def renewed(tree: Tree, like: PyTree, saved: Configuration) -> Tree:
+    """Returns a loaded pytree in the form of ``like``, whose buffers have the same sizes.
 
     Args:
-        tree: What was loaded, in the form in which it was saved.
+        tree: The loaded pytree, in the form in which it was saved.
         like: A pytree like it in the form of today.
         saved: The configuration as it was saved.
     """
 
-    def reshaped(path: tuple[Any, ...], leaf: Any, wanted: Any) -> Any:
-        change = _change(jax.tree_util.keystr(path), leaf, wanted, saved)
+    def reshape(path: KeyPath, leaf: Any, target: Any) -> Any:
+        change = _change(keystr(path), leaf, target, saved)
         return change(leaf) if change else leaf
 
-    def renew(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
+    def renew(path: KeyPath, node: Any, target: Any) -> Any:
         if not is_created(node):
             return node
-        if not node.num_envs and _dtypes(node.extra_states) != _dtypes(wanted.extra_states):
+        if not node.num_envs and _dtypes(node.extra_states) != _dtypes(target.extra_states):
             return _each(_with_points, node)
-        if _may_gain(node):
-            name = jax.tree_util.keystr(path)
+        if _may_gain_windows(node):
             kinds = [type(part) for part in node.extras]
-            if f"{name}.extras[{kinds.index(Episodes)}].short_windows" not in saved:
+            if f"{keystr(path)}.extras[{kinds.index(Episodes)}].short_windows" not in saved:
                 return _each(_with_short_windows, node)
         return node
 
-    tree = jax.tree_util.tree_map_with_path(reshaped, tree, like)
+    tree = jax.tree_util.tree_map_with_path(reshape, tree, like)
     return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=is_created)
 
 
 def _change(
-    name: str, had: Any, wanted: Any, configuration: dict[str, Any]
+    name: str, saved: Any, current: Any, configuration: Configuration
 ) -> Callable[[Array], Array] | None:
     """Returns a function that gives a saved leaf the shape of today; None if it has that shape."""
-    before, now = (getattr(leaf, "shape", ()) for leaf in (had, wanted))
+    before, now = (getattr(leaf, "shape", ()) for leaf in (saved, current))
     node, _, field = name.rpartition(".")
-    for kind, (count, left) in _LEFT.items():
+    for kind, (count, kept) in _KEPT_COUNTERS.items():
         if field == "counters" and configuration.get(node) == kind:
-            if (before[-1:], now[-1:]) == ((count,), (len(left),)):
-                return lambda leaf: jnp.take(leaf, np.asarray(left), axis=-1)
+            if (before[-1:], now[-1:]) == ((count,), (len(kept),)):
+                return lambda leaf: jnp.take(leaf, np.asarray(kept), axis=-1)
             return None
     if len(before) != len(now) + 1:
         return None
@@ -153,29 +153,31 @@ def _with_points(buffer: ItemBuffer) -> ItemBuffer:
     return buffer.replace(extra_states=tuple(states))
 
 
-def _may_gain(buffer: TrajectoryBuffer) -> bool:
-    """Returns whether there can be short windows, which no part of a user's own may refuse."""
-    ours = (buffer.episodes, buffer.freshness)
-    known = all(part in ours for part in buffer.extras if part.removes)
-    return known and buffer.episodes is not None and buffer.episodes.pads
+def _may_gain_windows(buffer: TrajectoryBuffer) -> bool:
+    """Returns whether short windows can be added: no part of a user's own may refuse them."""
+    built_in = all(
+        part in (buffer.episodes, buffer.freshness) for part in buffer.extras if part.removes
+    )
+    return built_in and buffer.episodes is not None and buffer.episodes.pads
 
 
 def _with_short_windows(buffer: TrajectoryBuffer) -> TrajectoryBuffer:
     """Returns the buffer with the windows that are cut short by the end of their episode."""
-    rings, occupancy = buffer.rings, cast("Subset", buffer.occupancy)
-    held, index = rings.held.astype(jnp.int32), buffer.episode_index
+    rings, occupancy = buffer.rings, buffer.occupancy
+    num_steps, index = rings.held.astype(jnp.int32), buffer.episode_index
     assert index is not None
-    found = index.completed(rings, buffer.data, held, rings.length)
-    slots = jnp.where(found.short, found.slots, rings.num_slots).reshape(-1)
+    assert isinstance(occupancy, Subset)
+    windows = index.completed(rings, buffer.data, num_steps, rings.length)
+    slots = jnp.where(windows.short, windows.slots, rings.num_slots).reshape(-1)
     if buffer.freshness is not None:
         state = buffer.freshness_state
         versions, _ = buffer.freshness.read(state, slots)
         stale = versions < buffer.freshness.floor(state.version)
         slots = jnp.where(stale, rings.num_slots, slots)
-    nothing = jnp.zeros((0,), jnp.int32)
+    removed = jnp.zeros((0,), jnp.int32)
     return buffer.replace(
         occupancy=occupancy.include(slots),
-        sampler_state=buffer.bound_sampler.on_change(buffer.sampler_state, slots, None, nothing),
+        sampler_state=buffer.bound_sampler.on_change(buffer.sampler_state, slots, None, removed),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Bool, PyTree, Shaped
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.buffer import as_buffer
@@ -32,7 +32,7 @@ _FIELDS = (
     "infos",
     "next_infos",
 )
-# The fields with a row more than there are steps, of which the first or the last one is left out.
+# Fields with one row more than there are steps: their source, and the first of the rows to take.
 _ONE_MORE = {
     "obs": ("observations", 0),
     "next_obs": ("observations", 1),
@@ -105,12 +105,11 @@ def from_minari(
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), fields)
     episodes = _read(dataset, like, incomplete == "skip")
     if as_buffer(buffer).num_envs:
-        filled: Any = _into_rings(episodes, buffer, rows_at_a_time)
-    else:
-        filled, blocks = buffer, as_buffer(buffer).num_blocks
-        rows_at_a_time = -(-rows_at_a_time // blocks) * blocks
-        for items, mask in _pieces(episodes, rows_at_a_time):
-            filled = doors.add(filled, items, mask=mask)
+        return _add_to_rings(episodes, buffer, rows_at_a_time)
+    filled, blocks = buffer, as_buffer(buffer).num_blocks
+    rows_at_a_time = -(-rows_at_a_time // blocks) * blocks
+    for items, mask in _batches(episodes, rows_at_a_time):
+        filled = doors.add(filled, items, mask=mask)
     return filled
 
 
@@ -137,30 +136,29 @@ def to_minari(dataset_id: str, source: Any, **options: Any) -> Any:
         ImportError: If Minari is not installed.
         ValueError: If a field is missing or there are no steps.
     """
-    rings = [_cut(ring) for ring in _in_order(source)]
-    parts = [part for ring in rings for part in ring]
-    if not parts:
+    episodes = [episode for steps in _in_order(source) for episode in _split(steps)]
+    if not episodes:
         raise ValueError("source holds no steps; nothing was written")
     try:
         minari = importlib.import_module("minari")
         collector = importlib.import_module("minari.data_collector")
     except ImportError as error:
         raise ImportError("to_minari needs Minari: pip install 'jaxbuf[minari]'") from error
-    buffers = [collector.EpisodeBuffer(id=i, **part) for i, part in enumerate(parts)]
+    buffers = [collector.EpisodeBuffer(id=i, **episode) for i, episode in enumerate(episodes)]
     return minari.create_dataset_from_buffers(dataset_id, buffers, **options)
 
 
 def _episodes(dataset: Any) -> Iterator[Any]:
-    whole = hasattr(dataset, "iterate_episodes")
+    is_minari = hasattr(dataset, "iterate_episodes")
     try:
-        every = iter(dataset.iterate_episodes() if whole else dataset)
+        episodes = iter(dataset.iterate_episodes() if is_minari else dataset)
     except TypeError as error:
         raise ValueError(
             f"dataset is {name_of(dataset)}; expected what minari.load_dataset returns, or another "
             "iterable of episodes"
         ) from error
     needed = ("observations", "actions", "rewards", "terminations", "truncations")
-    for episode in every:
+    for episode in episodes:
         if not all(hasattr(episode, name) for name in needed):
             raise ValueError(
                 f"dataset holds {name_of(episode)}; expected episodes with {', '.join(needed)}"
@@ -168,7 +166,7 @@ def _episodes(dataset: Any) -> Iterator[Any]:
         yield episode
 
 
-def _read(dataset: Any, like: dict[str, Any], skip: bool) -> Iterator[dict[str, Any]]:
+def _read(dataset: Any, like: dict[str, PyTree], skip: bool) -> Iterator[dict[str, PyTree]]:
     """Yields the steps of each episode, leaves ``[T, ...]``.
 
     Raises:
@@ -190,76 +188,74 @@ def _named(error: ValueError, number: int, episode: Any) -> ValueError:
     return ValueError(f"{error} (episode {number} of dataset{named})")
 
 
-def _steps(episode: Any, like: dict[str, Any]) -> dict[str, Any]:
+def _steps(episode: Any, like: dict[str, PyTree]) -> dict[str, PyTree]:
     """Returns the steps of an episode, leaves ``[T, ...]``."""
     count = len(episode.rewards)
     truncated = np.asarray(episode.truncations, bool).copy()
     if count:
         truncated[-1] |= not episode.terminations[-1]
-    every = {
+    columns = {
         "action": episode.actions,
         "reward": episode.rewards,
         "terminated": episode.terminations,
         "truncated": truncated,
     }
-    chosen: dict[str, Any] = {}
+    selected: dict[str, PyTree] = {}
     for name in like:
         source, first = _ONE_MORE.get(name, ("", 0))
         if source and not hasattr(episode, source):
             raise ValueError(f"the episode has no {source}, but the items of buffer have {name!r}")
-        given = getattr(episode, source) if source else every[name]
-        chosen[name] = _part(like[name], given, f"episode[{name!r}]")
+        rows = getattr(episode, source) if source else columns[name]
+        selected[name] = _select(like[name], rows, f"episode[{name!r}]")
         if source:
-            _check_rows(chosen[name], first + count, count, name)
-            rows = slice(first, first + count)
-            chosen[name] = _at(chosen[name], rows)
-    given = trees.match(like, chosen)
-    want, have = jax.tree.structure(like), jax.tree.structure(given)
-    if want == have:
-        given = jax.tree_util.tree_map_with_path(
+            _check_rows(selected[name], first + count, count, name)
+            selected[name] = _index(selected[name], slice(first, first + count))
+    steps = trees.match(like, selected)
+    if jax.tree.structure(like) == jax.tree.structure(steps):
+        steps = jax.tree_util.tree_map_with_path(
             lambda path, x, y: numbers.convert(
                 np.asarray(x), "episode" + jax.tree_util.keystr(path), y.dtype
             ),
-            given,
+            steps,
             like,
         )
-    jax.eval_shape(lambda: storage.check(like, given, "episode", (count,)))
-    return given
+    jax.eval_shape(lambda: storage.check(like, steps, "episode", (count,)))
+    return steps
 
 
-def _part(like: Any, given: Any, name: str) -> Any:
-    """Returns the arrays of ``given`` that ``like`` has, in dicts for all mappings.
+def _select(like: PyTree, values: Any, name: str) -> PyTree:
+    """Returns the arrays of ``values`` that ``like`` has, in dicts for all mappings.
 
     Raises:
         ValueError: If a mapping lacks a key.
     """
     if isinstance(like, Mapping):
         keys = [*cast("Mapping[Any, Any]", like)]
-        if not isinstance(given, Mapping):
-            wanted = ", ".join(map(repr, keys))
-            raise ValueError(f"{name} is {kind_of(given)}; expected a dict with {wanted}")
-        missing = [key for key in keys if key not in given]
+        if not isinstance(values, Mapping):
+            expected = ", ".join(map(repr, keys))
+            raise ValueError(f"{name} is {kind_of(values)}; expected a dict with {expected}")
+        missing = [key for key in keys if key not in values]
         if missing:
-            known = ", ".join(map(repr, cast("Mapping[Any, Any]", given)))
-            has = f"it has {known}" if known else "there is nothing in it"
+            present = ", ".join(map(repr, cast("Mapping[Any, Any]", values)))
+            has = f"it has {present}" if present else "there is nothing in it"
             raise ValueError(f"{name} has no {missing[0]!r}; {has}")
-        return {key: _part(like[key], given[key], f"{name}[{key!r}]") for key in keys}
-    if type(like) is tuple and isinstance(given, tuple) and len(like) == len(given):
-        pairs = zip(like, cast("tuple[Any, ...]", given), strict=True)
-        return tuple(_part(a, b, f"{name}[{i}]") for i, (a, b) in enumerate(pairs))
-    if jax.tree_util.all_leaves([like]) and not isinstance(given, Mapping | tuple):
+        return {key: _select(like[key], values[key], f"{name}[{key!r}]") for key in keys}
+    if type(like) is tuple and isinstance(values, tuple) and len(like) == len(values):
+        pairs = zip(like, cast("tuple[Any, ...]", values), strict=True)
+        return tuple(_select(a, b, f"{name}[{i}]") for i, (a, b) in enumerate(pairs))
+    if jax.tree_util.all_leaves([like]) and not isinstance(values, Mapping | tuple):
         # A list of numbers or of arrays, one for each step, is one array.
-        return np.asarray(given)
-    return jax.tree.map(np.asarray, given)
+        return np.asarray(values)
+    return jax.tree.map(np.asarray, values)
 
 
-def _check_rows(given: PyTree[Any], needed: int, steps: int, field: str) -> None:
+def _check_rows(rows: PyTree, needed: int, steps: int, field: str) -> None:
     """Checks that an episode has enough rows of a field.
 
     Raises:
         ValueError: If it has fewer.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
         if leaf.ndim and len(leaf) < needed:
             last = ", so the last one is missing" if len(leaf) == steps else ""
             raise _Missing(
@@ -269,9 +265,11 @@ def _check_rows(given: PyTree[Any], needed: int, steps: int, field: str) -> None
             )
 
 
-def _pieces(episodes: Iterator[dict[str, Any]], size: int) -> Iterator[tuple[PyTree[Any], Any]]:
-    """Yields steps in blocks of one size, padded at the end, with masks of their valid rows."""
-    waiting: list[PyTree[Any]] = []
+def _batches(
+    episodes: Iterator[dict[str, PyTree]], size: int
+) -> Iterator[tuple[PyTree, Bool[np.ndarray, " B"]]]:
+    """Yields batches of steps of one size, padded at the end, with masks of their valid rows."""
+    waiting: list[PyTree] = []
     count = 0
     for steps in episodes:
         waiting.append(steps)
@@ -280,50 +278,51 @@ def _pieces(episodes: Iterator[dict[str, Any]], size: int) -> Iterator[tuple[PyT
             rows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *waiting)
             whole = count // size * size
             for begin in range(0, whole, size):
-                yield _at(rows, slice(begin, begin + size)), np.ones(size, bool)
-            waiting, count = [_at(rows, slice(whole, None))], count - whole
+                yield _index(rows, slice(begin, begin + size)), np.ones(size, bool)
+            waiting, count = [_index(rows, slice(whole, None))], count - whole
     if count:
         rows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *waiting)
         yield jax.tree.map(lambda x: _pad(x, size), rows), np.arange(size) < count
 
 
-def _into_rings(episodes: Iterator[dict[str, Any]], buffer: Any, size: int) -> Any:
-    given = [0] * as_buffer(buffer).num_envs
+def _add_to_rings(episodes: Iterator[dict[str, PyTree]], buffer: Any, size: int) -> Any:
+    """Returns the buffer with each episode added to the ring that received the fewest steps."""
+    num_added = [0] * as_buffer(buffer).num_envs
 
-    def tile(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return np.broadcast_to(x, (len(given), *x.shape))
+    def tile(x: Shaped[np.ndarray, "T ..."]) -> Shaped[np.ndarray, "E T ..."]:
+        return np.broadcast_to(x, (len(num_added), *x.shape))
 
     for steps in episodes:
         count = len(jax.tree.leaves(steps)[0])
-        env = given.index(min(given))
-        given[env] += count
+        env = num_added.index(min(num_added))
+        num_added[env] += count
         for begin in range(0, count, size):
             length = min(size, count - begin)
-            block = jax.tree.map(lambda x: _pad(x, size), _at(steps, slice(begin, begin + length)))
-            items = jax.tree.map(tile, block)
-            mask: Any = np.zeros((len(given), size), bool)
+            rows = _index(steps, slice(begin, begin + length))
+            items = jax.tree.map(lambda x: tile(_pad(x, size)), rows)
+            mask: Any = np.zeros((len(num_added), size), bool)
             mask[env, :length] = True
             buffer = doors.add(buffer, items, mask=mask)
     return buffer
 
 
-def _at(tree: PyTree[Any], index: Any) -> PyTree[Any]:
+def _index(tree: PyTree, index: slice) -> PyTree:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def _pad(x: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+def _pad(x: Shaped[np.ndarray, "B ..."], size: int) -> Shaped[np.ndarray, "N ..."]:
     return np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
 
-def _in_order(source: Any) -> list[dict[str, Any]]:
+def _in_order(source: Any) -> list[dict[str, PyTree]]:
     """Returns the steps of each environment, oldest first, leaves ``[T, ...]``."""
     if as_buffer(source) is not source:
         return [jax.tree.map(np.asarray, source)]
-    rings: Any = rings_in_order(source)
+    rings = rings_in_order(source)
     return [items_in_order(source)] if rings is None else rings
 
 
-def _cut(steps: Any) -> Iterator[dict[str, Any]]:
+def _split(steps: Any) -> Iterator[dict[str, PyTree]]:
     """Yields the episodes of one environment's steps, with the fields of Minari's buffers."""
     needed = ("obs", "action", "reward", "terminated")
     missing = [name for name in needed if not isinstance(steps, dict) or name not in steps]
@@ -334,25 +333,23 @@ def _cut(steps: Any) -> Iterator[dict[str, Any]]:
     ends = terminated | truncated
     ends[-1:] = True
     begin = 0
-
-    def join(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return np.concatenate([a, b])
-
     for end in (np.flatnonzero(ends) + 1).tolist():
-        stop, last = end, _at(steps["obs"], slice(end - 1, end))
-        cut = truncated[begin:end].copy()
+        stop, last = end, _index(steps["obs"], slice(end - 1, end))
+        flags = truncated[begin:end].copy()
         if "next_obs" in steps:
-            last = trees.match(last, _at(steps["next_obs"], slice(end - 1, end)))
+            last = trees.match(last, _index(steps["next_obs"], slice(end - 1, end)))
         elif not terminated[end - 1]:
-            stop, cut = end - 1, cut[:-1]
+            stop, flags = end - 1, flags[:-1]
         if stop > begin:
-            cut[-1] |= not terminated[stop - 1]
+            flags[-1] |= not terminated[stop - 1]
             rows = slice(begin, stop)
             yield {
-                "observations": jax.tree.map(join, _at(steps["obs"], rows), last),
-                "actions": _at(steps["action"], rows),
+                "observations": jax.tree.map(
+                    lambda *leaves: np.concatenate(leaves), _index(steps["obs"], rows), last
+                ),
+                "actions": _index(steps["action"], rows),
                 "rewards": np.asarray(steps["reward"][rows], np.float64),
                 "terminations": terminated[rows],
-                "truncations": cut,
+                "truncations": flags,
             }
         begin = end

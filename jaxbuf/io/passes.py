@@ -13,8 +13,8 @@ class Passes:
 
     The order of a pass only depends on the count, the seed and the number of the pass, so any part
     of it can be computed without the parts before it. Few integers are listed in an order that is
-    uniformly distributed. Orders of more than 2**20 are computed place by place, by a Feistel
-    network over the next power of 4, which is applied again to results out of range.
+    uniformly distributed. In an order of more than 2**20, each element is computed on its own by a
+    Feistel network over the next power of 4, which is applied again to results out of range.
 
     Args:
         count: The number of integers, at least 1.
@@ -45,21 +45,21 @@ class Passes:
             start += end - begin
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
-    def at(self, number: int, place: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Returns the integers at some places of a pass."""
+    def at(self, number: int, position: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Returns the integers at these positions of a pass."""
         random = np.random.default_rng((self._seed, number))
         if self._count > _MOST_LISTED:
             keys = random.integers(2**64, size=_ROUNDS, dtype=np.uint64)
-            return _shuffled(place.astype(np.uint64), self._count, keys).astype(np.int64)
+            return _shuffled(position.astype(np.uint64), self._count, keys).astype(np.int64)
         if self._listed is None or self._listed[0] != number:
             self._listed = number, random.permutation(self._count)
-        return self._listed[1][place]
+        return self._listed[1][position]
 
 
 def _shuffled(
     x: UInt[np.ndarray, " B"], count: int, keys: UInt[np.ndarray, " R"]
 ) -> UInt[np.ndarray, " B"]:
-    """Returns where a random permutation of the integers below ``count`` sends some of them."""
+    """Returns the images of integers under a random permutation of those below ``count``."""
     half = np.uint64(((count - 1).bit_length() + 1) // 2)
     mask = (np.uint64(1) << half) - np.uint64(1)
 

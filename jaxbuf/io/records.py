@@ -9,13 +9,16 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
+
+# A JSON object.
+Record: TypeAlias = dict[str, Any]
 
 # More bytes than a description of any pytree has, whose file is read as a whole.
 _MOST_BYTES = 2**28
 
 
-def write(file: Path, record: dict[str, Any]) -> None:
+def write(file: Path, record: Record) -> None:
     """Replaces a file, and returns once it is on disk."""
     new = file.with_suffix(".new")
     with open_file(new, "w") as stream:
@@ -27,7 +30,7 @@ def write(file: Path, record: dict[str, Any]) -> None:
     sync(file.parent)
 
 
-def read(file: Path) -> tuple[dict[str, Any], bool]:
+def read(file: Path) -> tuple[Record, bool]:
     """Reads a file.
 
     Returns:
@@ -77,5 +80,5 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _checksum(record: dict[str, Any]) -> int:
+def _checksum(record: Record) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())

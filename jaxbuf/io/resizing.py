@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers.created import is_created
@@ -14,7 +15,7 @@ from jaxbuf.buffers.queue import COUNTS
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
 from jaxbuf.io.order import in_order
-from jaxbuf.io.structure import Leaf
+from jaxbuf.io.structure import Configuration, KeyPath, Leaf
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.wrappers.sharded.sharded import Sharded
@@ -22,7 +23,7 @@ from jaxbuf.wrappers.sharded.sharded import Sharded
 Tree = TypeVar("Tree")
 
 
-def as_saved(like: PyTree, configuration: dict[str, Any], saved: dict[str, Leaf]) -> PyTree:
+def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, Leaf]) -> PyTree:
     """Returns ``like`` with each buffer in it as large as the corresponding saved one.
 
     Args:
@@ -34,13 +35,13 @@ def as_saved(like: PyTree, configuration: dict[str, Any], saved: dict[str, Leaf]
         The pytree, with ``jax.ShapeDtypeStruct`` leaves in buffers that have another size.
     """
 
-    def rebuild(path: tuple[Any, ...], node: Any) -> Any:
+    def rebuild(path: KeyPath, node: Any) -> Any:
         if not is_created(node):
             return node
         inner = "" if node.occupancy.places is node.occupancy else ".inner"
-        place = f"{jax.tree_util.keystr(path)}.occupancy{inner}"
-        sizes: dict[str, Any] = {name: configuration.get(f"{place}.{name}") for name in node.sizes}
-        cursor = saved.get(f"{place}.cursor")
+        prefix = f"{keystr(path)}.occupancy{inner}"
+        sizes: Configuration = {name: configuration.get(f"{prefix}.{name}") for name in node.sizes}
+        cursor = saved.get(f"{prefix}.cursor")
         if "num_envs" in sizes and cursor and cursor.shape:
             sizes["num_envs"] = cursor.shape[-1]
         if not all(isinstance(size, int) for size in sizes.values()) or sizes == node.sizes:
@@ -62,16 +63,16 @@ def fit(tree: Tree, like: Tree) -> Tree:
         ValueError: If the state of a strategy cannot be moved to other slots.
     """
 
-    def convert(path: tuple[Any, ...], node: Any, wanted: Any) -> Any:
-        if not is_created(node) or node.sizes == wanted.sizes:
+    def convert(path: KeyPath, node: Any, target: Any) -> Any:
+        if not is_created(node) or node.sizes == target.sizes:
             return node
         try:
-            resized = _resize_stack(node, tuple(wanted.sizes.items()))
-            same = jax.tree.structure(resized) == jax.tree.structure(wanted)
+            resized = _resize_stack(node, tuple(target.sizes.items()))
+            same = jax.tree.structure(resized) == jax.tree.structure(target)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{_cannot(path, node, wanted)}: {error}") from error
-        if not same or _shapes(resized) != _shapes(wanted):
-            raise ValueError(_cannot(path, node, wanted))
+            raise ValueError(f"{_cannot(path, node, target)}: {error}") from error
+        if not same or _shapes(resized) != _shapes(target):
+            raise ValueError(_cannot(path, node, target))
         return resized
 
     tree = _dealt(tree, like)
@@ -95,18 +96,18 @@ def _resize(old: Any, sizes: dict[str, int]) -> Any:
     order, live = in_order(old.occupancy)
     counts = old.counters
     if old.is_queue:
-        # As if it had never been larger: what came last was refused.
+        # As if it had never been larger: the newest items were refused.
         kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= new.capacity)
         refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
         live, counts = kept, counts + counters.tally(COUNTS, {"rejected": refused})
-    places = old.occupancy.places
-    score = places.stays_by()
+    inner = old.occupancy.places
+    score = inner.stays_by()
     # Generations continue those of the old buffer, so that its slots become stale.
-    empty = new.occupancy.with_places(new.occupancy.places.continuing(places))
-    placed, index = empty.place(order.shape[0], live, None if score is None else score[order])
+    empty = new.occupancy.with_places(new.occupancy.places.continuing(inner))
+    occupancy, index = empty.place(order.shape[0], live, None if score is None else score[order])
 
     moves = Moves(order, index, index, (old.capacity, new.capacity))
-    return new.move(old, moves).replace(occupancy=placed, counters=counts)
+    return new.move(old, moves).replace(occupancy=occupancy, counters=counts)
 
 
 def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
@@ -115,35 +116,36 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     Environment ``i`` is environment ``i`` afterwards. If there are fewer, the last ones are left
     out. If there are more, the last ones are empty.
     """
-    before, stay = old.rings, min(old.num_envs, new.num_envs)
-    position, held = (x.astype(jnp.int32)[:, None] for x in (before.cursor, before.held))
-    rank = jnp.arange(before.length, dtype=jnp.int32)[None]
-    oldest = (position - held) % jnp.int32(before.length)
-    order = (oldest + rank) % jnp.int32(before.length)
+    before, num_envs = old.rings, min(old.num_envs, new.num_envs)
+    cursor, num_steps = (x.astype(jnp.int32)[:, None] for x in (before.cursor, before.held))
+    rank = jnp.arange(before.length, dtype=jnp.int32)[None]  # [1, T]
+    oldest = (cursor - num_steps) % jnp.int32(before.length)  # [E, 1]
+    order = (oldest + rank) % jnp.int32(before.length)  # [E, T]
     start = (oldest % jnp.int32(before.period)).astype(jnp.uint32)[:, 0]
-    # A slot may be one of another ring now, so the laps of all rings begin after all of before.
+    # A slot may belong to another ring now, so all rings begin with a later lap than any old one.
     laps = jnp.broadcast_to(jnp.max(before.clear().lap), (new.num_envs,))
-    empty = new.rings.replace(cursor=new.rings.cursor.at[:stay].set(start[:stay]), lap=laps)
-    mask = jnp.zeros((new.num_envs, before.length), bool).at[:stay].set((rank < held)[:stay])
-    placed, target, _, _ = empty.place(before.length, mask)
-    order, target = order[:stay], target[:stay]
+    empty = new.rings.replace(cursor=new.rings.cursor.at[:num_envs].set(start[:num_envs]), lap=laps)
+    mask = jnp.zeros((new.num_envs, before.length), bool)
+    mask = mask.at[:num_envs].set((rank < num_steps)[:num_envs])
+    rings, target, _, _ = empty.place(before.length, mask)
+    order, target = order[:num_envs], target[:num_envs]
 
     # A window moves with its first step, and none starts where a step is not kept or too early.
-    env = jnp.arange(stay, dtype=jnp.int32)[:, None]
-    first = before.starts * env + order // jnp.int32(before.period)
+    env = jnp.arange(num_envs, dtype=jnp.int32)[:, None]
+    window = (before.starts * env + order // jnp.int32(before.period)).reshape(-1)  # [E * T]
+    index = (target // jnp.int32(before.period)).reshape(-1)
     kept = (order % jnp.int32(before.period) == 0) & (target < new.capacity)
-    window, index = first.reshape(-1), (target // jnp.int32(before.period)).reshape(-1)
     kept = kept.reshape(-1)
     begun = jnp.where(kept, index, new.capacity)
     if old.episodes is not None and old.episodes.pads:
         # A short window may reach past the newest step, and stays if its first step does.
-        before, placed = (rings.replace(sequence_length=1) for rings in (before, placed))
-    index = jnp.where(kept & before.live(window) & placed.live(index), index, new.capacity)
-    placed = placed.replace(sequence_length=new.sequence_length)
+        before, rings = (x.replace(sequence_length=1) for x in (before, rings))
+    index = jnp.where(kept & before.live(window) & rings.live(index), index, new.capacity)
+    rings = rings.replace(sequence_length=new.sequence_length)
 
-    occupancy = new.occupancy.with_places(placed).moving(old.occupancy, window, index)
-    slots = (before.num_envs * before.starts, new.num_envs * placed.starts)
-    lengths = (before.length, placed.length)
+    occupancy = new.occupancy.with_places(rings).moving(old.occupancy, window, index)
+    slots = (before.num_envs * before.starts, new.num_envs * rings.starts)
+    lengths = (before.length, rings.length)
     envs = (before.num_envs, new.num_envs)
     moves = Moves(window, index, begun, slots, (order, target), lengths, envs)
     return new.move(old, moves).replace(occupancy=occupancy, counters=old.counters)
@@ -152,27 +154,29 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
 def _abstract(buffer: Any, sizes: dict[str, int]) -> Any:
     """Returns the shapes of a buffer with the same options but another size."""
     stack = buffer.counters.shape[:-1]
-    one = jax.eval_shape(lambda: buffer.anew(**sizes))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*stack, *leaf.shape), leaf.dtype), one)
+    single = jax.eval_shape(lambda: buffer.anew(**sizes))
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((*stack, *leaf.shape), leaf.dtype), single
+    )
 
 
 def _shapes(tree: PyTree) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-def _cannot(path: tuple[Any, ...], saved: Any, wanted: Any) -> str:
+def _cannot(path: KeyPath, saved: Any, target: Any) -> str:
     other = " and ".join(
         f"{name} {size} (the checkpoint has {saved.sizes[name]})"
-        for name, size in wanted.sizes.items()
+        for name, size in target.sizes.items()
         if size != saved.sizes[name]
     )
     return (
-        f"like{jax.tree_util.keystr(path)} has {other}, and what its strategies keep cannot be "
+        f"like{keystr(path)} has {other}, and what its strategies keep cannot be "
         "moved; load it with the size that was saved"
     )
 
 
-def _with_shards(like: Tree, configuration: dict[str, Any]) -> Tree:
+def _with_shards(like: Tree, configuration: Configuration) -> Tree:
     """Returns ``like`` with as many shards in each ``Sharded`` in it as the saved one had.
 
     Args:
@@ -183,10 +187,10 @@ def _with_shards(like: Tree, configuration: dict[str, Any]) -> Tree:
         ValueError: If items cannot be moved between its shards.
     """
 
-    def rebuild(path: tuple[Any, ...], node: Any) -> Any:
+    def rebuild(path: KeyPath, node: Any) -> Any:
         if not _is_sharded(node):
             return node
-        name = jax.tree_util.keystr(path)
+        name = keystr(path)
         count = configuration.get(f"{name}.num_shards")
         if not isinstance(count, int) or count == node.num_shards:
             return node
@@ -198,11 +202,11 @@ def _with_shards(like: Tree, configuration: dict[str, Any]) -> Tree:
 def _dealt(tree: Tree, like: Tree) -> Tree:
     """Returns ``tree`` with as many shards in each ``Sharded`` in it as that of ``like`` has."""
 
-    def convert(node: Any, wanted: Any) -> Any:
-        if not _is_sharded(node) or node.num_shards == wanted.num_shards:
+    def convert(node: Any, target: Any) -> Any:
+        if not _is_sharded(node) or node.num_shards == target.num_shards:
             return node
-        size = wanted.shards.capacity
-        return wanted.replace(shards=_deal(node.shards, wanted.num_shards, size))
+        size = target.shards.capacity
+        return target.replace(shards=_deal(node.shards, target.num_shards, size))
 
     return jax.tree.map(convert, tree, like, is_leaf=lambda x: _is_sharded(x) or is_created(x))
 
@@ -235,7 +239,7 @@ def _deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
     """Deals the items of all shards to others in turn, from the oldest to the newest.
 
     The oldest item is the one that most items of its own shard follow. Each new shard keeps the
-    newest items that fit. Slots of before become stale. Counters keep their sums.
+    newest items that fit. Earlier slots become stale. Counters keep their sums.
 
     Args:
         old: The shards, leaves ``[S, ...]``.
@@ -246,17 +250,17 @@ def _deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
         The new shards, leaves ``[count, ...]``.
     """
     rings = cast("Ring", old.occupancy)
-    order, live = jax.vmap(in_order)(rings)
-    by_age = live.T.reshape(-1)
+    order, live = jax.vmap(in_order)(rings)  # [S, N]
+    by_age = live.T.reshape(-1)  # [N * S]
     turn = jnp.cumsum(by_age, dtype=jnp.int32) - 1
     values = jax.tree.map(lambda value: value[0], old.hyperparameters)
     new = old.anew(capacity=size).replace(hyperparameters=values)
     # The laps begin after all generations that the old shards gave to slots.
     empty = Ring.create(size).replace(lap=jnp.max(rings.clear().lap))
 
-    def one(number: Array) -> ItemBuffer:
+    def new_shard(number: Array) -> ItemBuffer:
         occupancy, index = empty.place(by_age.size, by_age & (turn % count == number), None)
-        target = index.reshape(order.T.shape).T
+        target = index.reshape(order.T.shape).T  # [S, N]
 
         def move(kept: Any, shard: Any) -> tuple[Any, None]:
             source, target, data, state = shard
@@ -273,4 +277,4 @@ def _deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
             counters=jnp.where(number == 0, total, jnp.uint32(0)),
         )
 
-    return jax.vmap(one)(jnp.arange(count, dtype=jnp.int32))
+    return jax.vmap(new_shard)(jnp.arange(count, dtype=jnp.int32))

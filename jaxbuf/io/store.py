@@ -2,9 +2,9 @@
 
 Each leaf is a zarr array. ``rows.json`` says how many rows there are, and ``deleted.json`` which of
 them are deleted. They are replaced atomically, after rows are written and before the space of
-deleted rows is freed, so that an interruption never affects earlier rows. Only what these two
-files vouch for is checked, by the checksums of the rows in each chunk. Anything else in the folder
-may be what a killed writer left, or what another process has just written.
+deleted rows is freed, so that an interruption never affects earlier rows. Only the rows
+that these two files record are checked, by the checksums of the rows in each chunk. Anything else
+in the folder may be left over from a killed writer, or just written by another process.
 """
 
 import atexit
@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,15 @@ from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import records, structure, zarr
 from jaxbuf.io.cache import ChunkCache
-from jaxbuf.io.checksums import Checksums, Recent, checksum
+from jaxbuf.io.checksums import Checksums, Newest, checksum
 from jaxbuf.io.order import items_in_order, rings_in_order
 from jaxbuf.io.passes import Passes
 from jaxbuf.io.ranges import Ranges
+from jaxbuf.io.records import Record
+from jaxbuf.io.structure import KeyPath
+
+if TYPE_CHECKING:
+    from tensorstore import TensorStore, WriteFutures
 
 Buffer = TypeVar("Buffer", bound=Any)
 
@@ -47,7 +52,7 @@ _FORMAT = 3
 _FORMATS = (2, 3)
 _CHUNK_BYTES = 2**16
 _MOST_CHUNK_BYTES = 2**31
-# What is read at once, whatever the cache can keep.
+# Bytes that are read at a time, whatever the cache can keep.
 _READ_BYTES = 2**24
 
 # Indices of rows, as NumPy would accept them for an array of all rows.
@@ -59,11 +64,11 @@ Rows: TypeAlias = (
 )
 
 
-# Numbers of rows, and the chunks that are pinned until they were read.
-_Draw: TypeAlias = tuple[Int[np.ndarray, " B"], list[int]]
+# Row numbers of a batch, and the chunks that are pinned until it was read.
+_PinnedRows: TypeAlias = tuple[Int[np.ndarray, " B"], list[int]]
 
 
-# Iterators over batches. One that ends with the program would end when modules are gone already.
+# Iterators over batches, which are closed before the program ends, while all modules still exist.
 _iterators: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
 
@@ -116,34 +121,34 @@ class StoreBatches(Iterator[StoreBatch]):
         self._batches.close()
 
 
-class _Rows(NamedTuple):
-    """The rows that ``rows.json`` vouches for.
+class _Recorded(NamedTuple):
+    """The rows that ``rows.json`` records.
 
     Attributes:
         size: The number of rows.
-        recent: The checksums of the newest chunks.
+        newest: The checksums of the newest chunks.
     """
 
     size: int
-    recent: Recent
+    newest: Newest
 
 
 class _Committed(NamedTuple):
-    """The rows that the files of a store vouch for.
+    """The rows that the files of a store record.
 
     Attributes:
         rows: All of them.
         deleted: The deleted ones.
-        old: Whether both were read from one file of format 2.
+        is_format_2: Whether both were read from one file of format 2.
     """
 
-    rows: _Rows
+    rows: _Recorded
     deleted: Ranges
-    old: bool
+    is_format_2: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Kept:
+class _EpochRows:
     """The rows that an iterator over epochs draws.
 
     Attributes:
@@ -222,28 +227,28 @@ class Store:
         self._names = [*structure.leaves(self._like, "")]
         self._cache_bytes = check_count("cache_bytes", cache_bytes, 0, MOST_ON_HOST)
         self._pins: collections.Counter[int] = collections.Counter()
-        self._kept: list[_Kept] = []
+        self._epochs_in_use: list[_EpochRows] = []
         self._mutex = threading.RLock()
         self._closed = False
-        self._lock: Any = None
+        self._lock: IO[str] | None = None
         if mode == "a":
             self._lock = self._take_lock(path)
         try:
-            self._arrays: list[Any] = []
+            self._arrays: list[TensorStore] = []
             self._folders: list[Path] = []
             self._chunk = self._open_or_create(path, chunk)
             self._checksums = Checksums(self._folder / "checksums", len(self._likes), self._chunk)
             self._cache = ChunkCache(self._likes, self._chunk, self._cache_bytes)
-            self._vouched, self._deleted, old = self._checked()
+            self._recorded, self._deleted, is_format_2 = self._checked()
             self._cache.reserve(self._count(self._rows))
             # Whether an append failed, or was interrupted, since rows.json was written.
             self._unfinished = False
-            # Chunks without live rows, whose files may be there.
+            # Chunks without live rows, whose files may still exist.
             self._empty: set[int] = set()
             if mode == "a":
-                if old:
+                if is_format_2:
                     self._commit_deleted(self._deleted)
-                    self._commit_rows(self._vouched)
+                    self._commit_rows(self._recorded)
                 self._find_empty(self._chunks_on_disk())
                 self._free()
         except BaseException:
@@ -257,7 +262,7 @@ class Store:
 
     @property
     def _rows(self) -> int:
-        return self._vouched.size
+        return self._recorded.size
 
     def __len__(self) -> int:
         """Returns the number of rows appended so far, including deleted ones."""
@@ -336,9 +341,9 @@ class Store:
                     f"start is {start}, but the store has {self._rows} rows; expected from 0 to "
                     "that"
                 )
-            known = self._rows - first
-            if count > known:
-                self._append([leaf[known:] for leaf in leaves])
+            written = self._rows - first
+            if count > written:
+                self._append([leaf[written:] for leaf in leaves])
             return range(first, first + count)
 
     def append_buffer(self, buffer: Any) -> range:
@@ -362,15 +367,15 @@ class Store:
         rings = rings_in_order(buffer)
         if rings is None:
             return self.append(items_in_order(buffer))
-        held = [len(jax.tree.leaves(ring)[0]) for ring in rings]
-        if min(held) < max(held):
+        lengths = [len(jax.tree.leaves(ring)[0]) for ring in rings]
+        if min(lengths) < max(lengths):
             raise ValueError(
-                f"environments have from {min(held)} to {max(held)} steps; append rollouts as "
-                "they come, or add to all environments alike"
+                f"environments have from {min(lengths)} to {max(lengths)} steps; append rollouts "
+                "as they come, or add to all environments alike"
             )
         return self.append(jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *rings))
 
-    def read(self, rows: Rows) -> PyTree[np.ndarray[Any, Any]]:
+    def read(self, rows: Rows) -> PyTree[np.ndarray]:
         """Reads rows.
 
         Args:
@@ -388,10 +393,10 @@ class Store:
         """
         numbers = self._numbers(rows)
         with self._mutex:
-            self._check_there(numbers, self._deleted)
-            found = self._cached(numbers)
-        if found is not None:
-            return found
+            self._check_readable(numbers, self._deleted)
+            cached = self._cached(numbers)
+        if cached is not None:
+            return cached
         with self.pin(numbers):
             return self._read(numbers)
 
@@ -438,10 +443,10 @@ class Store:
             self._check_writable()
             numbers = self._numbers(rows)
             self._check_rows(numbers)
-            gone = numbers[~self._deleted.contains(numbers)]
-            if gone.size:
-                self._commit_deleted(self._deleted | Ranges.of(gone))
-                self._find_empty(np.unique(gone // self._chunk))
+            live = numbers[~self._deleted.contains(numbers)]
+            if live.size:
+                self._commit_deleted(self._deleted | Ranges.of(live))
+                self._find_empty(np.unique(live // self._chunk))
                 self._free()
 
     def batches(
@@ -521,8 +526,8 @@ class Store:
         def count() -> int | None:
             if epochs is None:
                 return steps
-            left = max(-(-self.live * epochs // batch_size) - start, 0)
-            return left if steps is None else min(left, steps)
+            remaining = max(-(-self.live * epochs // batch_size) - start, 0)
+            return remaining if steps is None else min(remaining, steps)
 
         return StoreBatches(batches, count)
 
@@ -557,8 +562,8 @@ class Store:
             IndexError: If there are no such rows.
         """
         check_options(buffer, "add", {})
-        known = as_buffer(buffer)
-        if as_buffer(known.inside()[0]).members:
+        interface = as_buffer(buffer)
+        if as_buffer(interface.inside()[0]).members:
             raise ValueError("buffer is a Mixture; load into one of its parts, and replace_part")
         rows_at_a_time = check_count("rows_at_a_time", rows_at_a_time)
         start = check_count("start", start, 0, MOST_ON_HOST)
@@ -569,17 +574,17 @@ class Store:
             self._check_rows(np.asarray([stop - 1]))
         rows = np.arange(start, stop, dtype=np.int64)
         rows = rows[~self._deleted.contains(rows)]
-        envs, blocks = known.num_envs, known.num_blocks
+        envs, blocks = interface.num_envs, interface.num_blocks
         size = min(rows_at_a_time, max(len(rows), 1))
         if not envs:
-            # Each shard takes as many rows.
+            # All shards take the same number of rows.
             size = -(-size // blocks) * blocks
         filled: Any = buffer
         for begin in range(0, len(rows), size):
-            piece = rows[begin : begin + size]
-            # Pieces of one size need only one program.
-            padded = np.pad(piece, (0, size - len(piece)), mode="edge")
-            mask: Any = np.arange(size) < len(piece)
+            batch = rows[begin : begin + size]
+            # Batches of one size need only one program.
+            padded = np.pad(batch, (0, size - len(batch)), mode="edge")
+            mask: Any = np.arange(size) < len(batch)
             items = self._for_jax(self.read(padded))
             options: dict[str, Any] = {
                 name: f(items) for name, f in (("priority", priority), ("score", score)) if f
@@ -591,7 +596,7 @@ class Store:
             filled = doors.add(filled, items, mask=mask, **options)
         return filled
 
-    def _draws(self, batch_size: int, seed: int, numbers: Iterator[int]) -> Generator[_Draw]:
+    def _draws(self, batch_size: int, seed: int, numbers: Iterator[int]) -> Generator[_PinnedRows]:
         """Yields the rows of batches with replacement, pinned."""
         for number in numbers:
             with self._mutex:
@@ -599,37 +604,37 @@ class Store:
                 random = np.random.default_rng((seed, number))
                 rank = random.integers(self.live, size=batch_size)
                 rows = np.asarray(self._deleted.without(rank))
-                draw = rows, self._pin(rows)
-            yield draw
+                pinned = rows, self._pin(rows)
+            yield pinned
 
     def _epochs(
         self, batch_size: int, seed: int, numbers: Iterator[int], epochs: int
-    ) -> Generator[_Draw]:
+    ) -> Generator[_PinnedRows]:
         """Yields the rows of batches of passes over all rows, pinned."""
         with self._mutex:
             self._check_not_empty()
-            kept = _Kept(self._rows, self._deleted)
-            self._kept.append(kept)
+            epoch = _EpochRows(self._rows, self._deleted)
+            self._epochs_in_use.append(epoch)
         try:
-            count = kept.rows - len(kept.deleted)
+            count = epoch.rows - len(epoch.deleted)
             passes = Passes(count, seed)
             for number in numbers:
                 start = number * batch_size
                 if start >= count * epochs:
                     return
                 rank = passes.rows(start, min(start + batch_size, count * epochs))
-                rows = np.asarray(kept.deleted.without(rank))
+                rows = np.asarray(epoch.deleted.without(rank))
                 with self._mutex:
-                    draw = rows, self._pin(rows, kept.deleted)
-                yield draw
+                    pinned = rows, self._pin(rows, epoch.deleted)
+                yield pinned
         finally:
             with self._mutex:
-                self._kept.remove(kept)
+                self._epochs_in_use.remove(epoch)
                 if self._lock is not None:
                     self._free()
 
     def _batches(
-        self, draws: Generator[_Draw], prefetch: int, device: Any
+        self, draws: Generator[_PinnedRows], prefetch: int, device: Any
     ) -> Generator[StoreBatch]:
         def fetch(rows: Int[np.ndarray, " B"], chunks: list[int]) -> StoreBatch:
             try:
@@ -637,7 +642,8 @@ class Store:
             finally:
                 self._unpin(chunks)
 
-        waiting: collections.deque[tuple[Any, list[int]]] = collections.deque()
+        waiting: collections.deque[tuple[concurrent.futures.Future[StoreBatch], list[int]]]
+        waiting = collections.deque()
         with (
             contextlib.closing(draws),
             concurrent.futures.ThreadPoolExecutor(1, "jaxbuf-store") as reader,
@@ -660,9 +666,9 @@ class Store:
             return np.arange(*rows.indices(self._rows))
         if isinstance(rows, np.ndarray) and rows.dtype.kind in "iu":
             return rows.astype(np.int64)
-        known = isinstance(rows, int | np.integer | Sequence | np.ndarray | jax.Array)
-        key = structure.is_key(getattr(rows, "dtype", None))
-        if not known or key or isinstance(rows, str | bytes):
+        is_array = isinstance(rows, int | np.integer | Sequence | np.ndarray | jax.Array)
+        is_key = structure.is_key(getattr(rows, "dtype", None))
+        if not is_array or is_key or isinstance(rows, str | bytes):
             raise ValueError(
                 f"rows is {checks.name_of(rows)}; expected integers, a mask or a slice of all rows"
             )
@@ -682,20 +688,20 @@ class Store:
             )
         return array.astype(np.int64)
 
-    def _append(self, leaves: list[np.ndarray[Any, Any]]) -> None:
+    def _append(self, leaves: list[Shaped[np.ndarray, "B ..."]]) -> None:
         """Writes rows, and then commits them."""
         rows, size = self._rows, self._chunk
         stop = rows + len(leaves[0])
         if self._unfinished:
             self._remove_locks()
-            # Otherwise rows.json might vouch for rows that are about to be replaced.
-            self._commit_rows(self._vouched)
+            # Otherwise rows.json might record rows that are about to be replaced.
+            self._commit_rows(self._recorded)
         first, last = rows // size, (stop - 1) // size
         before = jax.tree.leaves(self._read(np.arange(first * size, rows)))
         self._unfinished = True
         words: list[list[int]] = []
-        writes: list[Any] = []
-        parts: list[np.ndarray[Any, Any]] = []
+        writes: list[WriteFutures] = []
+        parts: list[Shaped[np.ndarray, "C ..."]] = []
         for chunk in range(first, last + 1):
             begin, end = max(chunk * size, rows), min((chunk + 1) * size, stop)
             parts = [leaf[begin - rows : end - rows] for leaf in leaves]
@@ -715,61 +721,61 @@ class Store:
         zarr.finish(writes)
         self._cache.reserve(last + 1)
         self._cache.remove(first)
-        recent = self._checksums.append(self._vouched.recent, rows, words, stop)
-        self._commit_rows(_Rows(stop, recent))
+        newest = self._checksums.append(self._recorded.newest, rows, words, stop)
+        self._commit_rows(_Recorded(stop, newest))
         self._cache.insert([last], parts)
 
-    def _cached(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray[Any, Any]] | None:
+    def _cached(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray] | None:
         """Returns rows if all of them are in memory."""
-        at = self._cache.find(rows)
-        if at.size and at.min() < 0:
+        positions = self._cache.find(rows)
+        if positions.size and positions.min() < 0:
             return None
-        return self._treedef.unflatten(self._cache.gather(at))
+        return self._treedef.unflatten(self._cache.gather(positions))
 
-    def _read(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray[Any, Any]]:
+    def _read(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray]:
         """Returns rows, which must not be freed meanwhile."""
         flat = rows.reshape(-1)
         leaves = [np.empty((flat.size, *x.shape[1:]), x.dtype) for x in self._likes]
         with self._mutex:
-            at = self._cache.find(flat)
-            here = at >= 0
-            for leaf, found in zip(leaves, self._cache.gather(at[here]), strict=True):
-                leaf[here] = found
-            vouched = self._vouched
-        missing = np.flatnonzero(~here)
+            positions = self._cache.find(flat)
+            is_cached = positions >= 0
+            for leaf, cached in zip(leaves, self._cache.gather(positions[is_cached]), strict=True):
+                leaf[is_cached] = cached
+            recorded = self._recorded
+        missing = np.flatnonzero(~is_cached)
         missing = missing[np.argsort(flat[missing], kind="stable")]
         needed, starts = np.unique(flat[missing] // self._chunk, return_index=True)
         stops = np.append(starts, len(missing))
         at_once = max(_READ_BYTES // max(self._chunk_bytes(self._chunk), 1), 1)
         for start in range(0, len(needed), at_once):
             chunks = needed[start : start + at_once]
-            wanted = missing[stops[start] : stops[start + len(chunks)]]
+            targets = missing[stops[start] : stops[start + len(chunks)]]
             try:
-                loaded = self._load(chunks.tolist(), vouched)
+                loaded = self._load(chunks.tolist(), recorded)
             except ValueError as error:
                 if self._lock is None:
                     # The writer may have deleted them since this store was opened.
-                    gone = flat[wanted][self._committed().deleted.contains(flat[wanted])]
-                    if gone.size:
-                        raise IndexError(f"row {gone[0]} was deleted") from error
+                    deleted = flat[targets][self._committed().deleted.contains(flat[targets])]
+                    if deleted.size:
+                        raise IndexError(f"row {deleted[0]} was deleted") from error
                 raise
-            number, inside = np.divmod(flat[wanted], self._chunk)
-            at = np.searchsorted(chunks, number) * self._chunk + inside
-            for leaf, found in zip(leaves, loaded, strict=True):
-                leaf[wanted] = found[at]
+            number, offset = np.divmod(flat[targets], self._chunk)
+            positions = np.searchsorted(chunks, number) * self._chunk + offset
+            for leaf, part in zip(leaves, loaded, strict=True):
+                leaf[targets] = part[positions]
             with self._mutex:
                 # Otherwise the last chunk may have been replaced by a longer one.
-                if self._vouched is vouched or chunks[-1] < vouched.size // self._chunk:
+                if self._recorded is recorded or chunks[-1] < recorded.size // self._chunk:
                     self._cache.insert(chunks.tolist(), loaded)
         leaves = [leaf.reshape(*rows.shape, *leaf.shape[1:]) for leaf in leaves]
         return self._treedef.unflatten(leaves)
 
-    def _load(self, chunks: list[int], vouched: _Rows) -> list[Shaped[np.ndarray, "N ..."]]:
+    def _load(self, chunks: list[int], recorded: _Recorded) -> list[Shaped[np.ndarray, "N ..."]]:
         """Reads whole chunks from disk, one after the other.
 
         Args:
             chunks: Their numbers.
-            vouched: The rows that are checked.
+            recorded: The rows whose checksums are compared.
 
         Raises:
             ValueError: If they are damaged.
@@ -778,7 +784,7 @@ class Store:
         # Nothing is on disk of a leaf of size 0.
         stored = [i for i, like in enumerate(self._likes) if like.size]
         try:
-            words = [self._checksums.of(chunk, vouched.recent, vouched.size) for chunk in chunks]
+            words = [self._checksums.of(chunk, recorded.newest, recorded.size) for chunk in chunks]
             for i, chunk in itertools.product(stored, chunks):
                 zarr.check_file(self._file(i, chunk), self._leaf_bytes(i, size))
             leaves = [
@@ -793,14 +799,14 @@ class Store:
                 part = leaves[i][j * size : (j + 1) * size]
                 part[...] = np.asarray(read.result()).view(part.dtype)
                 word = words[j][int(self._folders[i].name)]
-                if word and word != checksum(part[: vouched.size - chunks[j] * size]):
+                if word and word != checksum(part[: recorded.size - chunks[j] * size]):
                     name = Path(self._file(i, chunks[j])).name
                     raise ValueError(f"chunk {name} is not the one that was written there")
         except ValueError as error:
             raise self._damage(f"{self._names[i]}: {zarr.reason(error)}") from error
         return leaves
 
-    def _for_jax(self, rows: PyTree[np.ndarray[Any, Any]]) -> PyTree[np.ndarray[Any, Any]]:
+    def _for_jax(self, rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
         """Returns rows in the dtypes of JAX arrays, which may be narrower."""
         leaves = [
             numbers.convert(leaf, f"data{name}", jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -811,7 +817,7 @@ class Store:
     def _pin(self, rows: Int[np.ndarray, " ..."], deleted: Ranges | None = None) -> list[int]:
         chunks = np.unique(rows // self._chunk).tolist()
         with self._mutex:
-            self._check_there(rows, self._deleted if deleted is None else deleted)
+            self._check_readable(rows, self._deleted if deleted is None else deleted)
             self._pins.update(chunks)
         return chunks
 
@@ -825,37 +831,37 @@ class Store:
                 self._free()
 
     def _find_empty(self, chunks: Int[np.ndarray, " C"]) -> None:
-        """Looks which of these chunks have no live rows, so that they can be removed."""
+        """Notes which of these chunks have no live rows, so that they can be removed."""
         empty = self._deleted.covers(chunks * self._chunk, (chunks + 1) * self._chunk)
         self._empty.update(chunks[empty].tolist())
 
     def _free(self) -> None:
         """Removes chunks without live rows from the disk, unless they are pinned."""
         for chunk in sorted(self._empty):
-            if not self._pins[chunk] and not self._is_kept(chunk):
+            if not self._pins[chunk] and not self._is_needed(chunk):
                 # What cannot be removed now is tried again later.
                 with contextlib.suppress(OSError):
                     for i in range(len(self._likes)):
                         Path(self._file(i, chunk)).unlink(missing_ok=True)
                     self._empty.remove(chunk)
 
-    def _is_kept(self, chunk: int) -> bool:
+    def _is_needed(self, chunk: int) -> bool:
         """Returns whether an iterator over epochs still needs rows of a chunk."""
         begin, end = chunk * self._chunk, (chunk + 1) * self._chunk
         return any(
-            begin < kept.rows and not kept.deleted.covers(begin, min(end, kept.rows))
-            for kept in self._kept
+            begin < epoch.rows and not epoch.deleted.covers(begin, min(end, epoch.rows))
+            for epoch in self._epochs_in_use
         )
 
     def _check_not_empty(self) -> None:
         if not self.live:
             raise ValueError("the store is empty; append to it first")
 
-    def _commit_rows(self, rows: _Rows) -> None:
+    def _commit_rows(self, rows: _Recorded) -> None:
         """Records the number of rows on disk, and then in this object."""
-        record = {"format": _FORMAT, "rows": rows.size, "checksums": rows.recent._asdict()}
+        record = {"format": _FORMAT, "rows": rows.size, "checksums": rows.newest._asdict()}
         records.write(self._folder / "rows.json", record)
-        self._vouched = rows
+        self._recorded = rows
         self._unfinished = False
 
     def _commit_deleted(self, deleted: Ranges) -> None:
@@ -864,14 +870,14 @@ class Store:
         self._deleted = deleted
 
     def _committed(self) -> _Committed:
-        """Returns what the files vouch for.
+        """Returns the rows that the files record.
 
         Raises:
-            ValueError: If they cannot be what was written.
+            ValueError: If the files are damaged.
         """
         record = self._record("rows.json")
-        old = record.get("format") != _FORMAT
-        if old:
+        is_format_2 = record.get("format") != _FORMAT
+        if is_format_2:
             deleted = record.get("deleted")
         else:
             deleted = self._record("deleted.json").get("deleted")
@@ -883,57 +889,55 @@ class Store:
         try:
             runs = Ranges.parse(deleted, rows)
         except ValueError as error:
-            name = "rows.json" if old else "deleted.json"
+            name = "rows.json" if is_format_2 else "deleted.json"
             raise self._damage(f"the rows that are deleted in {name} are not rows of it") from error
         try:
-            if old:
-                recent = self._checksums.unknown(rows)
+            if is_format_2:
+                newest = self._checksums.unknown(rows)
             else:
-                recent = self._checksums.parse(record.get("checksums"), rows)
+                newest = self._checksums.parse(record["checksums"], rows)
         except (ValueError, TypeError, KeyError) as error:
             raise self._damage("the checksums in rows.json are not those of its rows") from error
-        return _Committed(_Rows(rows, recent), runs, old)
+        return _Committed(_Recorded(rows, newest), runs, is_format_2)
 
     def _checked(self) -> _Committed:
-        """Returns what the files vouch for, if there are about as many chunks.
+        """Returns the rows that the files record, if there are about as many chunks.
 
         Raises:
             ValueError: If there are far fewer.
         """
-        found = self._committed()
-        while not self._has_files(found):
+        committed = self._committed()
+        while not self._has_files(committed):
             again = self._committed()
-            if (again.rows, len(again.deleted)) == (found.rows, len(found.deleted)):
-                count = found.rows.size
+            if (again.rows, len(again.deleted)) == (committed.rows, len(committed.deleted)):
+                count = committed.rows.size
                 raise self._damage(f"there are no files for the {count} rows in rows.json")
             # A writer has freed space meanwhile.
-            found = again
-        return found
+            committed = again
+        return committed
 
-    def _has_files(self, found: _Committed) -> bool:
-        """Returns whether there are files for the live rows, before these are gone through."""
+    def _has_files(self, committed: _Committed) -> bool:
+        """Returns whether there are files for the live rows, without listing these rows."""
         sizes = [like.size for like in self._likes]
-        bounds, size = found.deleted.bounds, self._chunk
-        newest = found.rows.size - 1
-        if len(bounds) and bounds[-1, 1] == found.rows.size:
+        bounds, size, rows = committed.deleted.bounds, self._chunk, committed.rows.size
+        newest = rows - 1
+        if len(bounds) and bounds[-1, 1] == rows:
             newest = int(bounds[-1, 0]) - 1
         if not any(sizes) or newest < 0:
             return True
         i = sizes.index(max(sizes))
         if os.path.exists(self._file(i, newest // size)):
             return True
-        # At most a few are missing, as errors tell when they are read.
+        # A few missing files are tolerated here; reading their rows raises an error.
         freed = np.maximum(bounds[:, 1] // size - -(-bounds[:, 0] // size), 0).sum()
-        return (
-            self._count(found.rows.size) - freed <= 2 * len(zarr.file_sizes(self._folders[i])) + 1
-        )
+        return self._count(rows) - freed <= 2 * len(zarr.file_sizes(self._folders[i])) + 1
 
     def _count(self, rows: int) -> int:
-        """Returns the number of chunks of so many rows."""
+        """Returns the number of chunks of ``rows`` rows."""
         return -(-rows // self._chunk)
 
     def _chunks_on_disk(self) -> Int[np.ndarray, " C"]:
-        """Returns the numbers of chunks that have a file, of any leaf."""
+        """Returns the numbers of chunks with a file of any leaf."""
         names = {name for folder in self._folders for name in zarr.file_sizes(folder)}
         digits = {name.partition(".")[0] for name in names}
         most = self._count(self._rows)
@@ -944,28 +948,28 @@ class Store:
         zeros = ".0" * (len(self._likes[i].shape) - 1)
         return f"{self._folders[i]}/{chunk}{zeros}"
 
-    def _record(self, name: str) -> dict[str, Any]:
+    def _record(self, name: str) -> Record:
         try:
             record, intact = records.read(self._folder / name)
         except FileNotFoundError as error:
             raise self._damage(f"{name} is missing") from error
         except ValueError as error:
             raise self._damage(f"{name} is no JSON object") from error
-        made = record.get("format", _FORMAT)
-        if made not in _FORMATS:
+        version = record.get("format", _FORMAT)
+        if version not in _FORMATS:
             raise ValueError(
-                f"the store {self._folder} has format {made}; this version of jaxbuf reads format "
-                f"2 and 3" + ("; version 0.1.0 reads format 1" if made == 1 else "")
+                f"the store {self._folder} has format {version}; this version of jaxbuf reads "
+                f"format 2 and 3" + ("; version 0.1.0 reads format 1" if version == 1 else "")
             )
         if not intact:
             raise self._damage(f"{name} is not what was written")
         return record
 
-    def _damage(self, what: str) -> ValueError:
-        return ValueError(f"the store {self._folder} is damaged: {what}")
+    def _damage(self, reason: str) -> ValueError:
+        return ValueError(f"the store {self._folder} is damaged: {reason}")
 
     def _open_or_create(self, path: str | os.PathLike[str], chunk: int | None) -> int:
-        leaves: dict[str, Any] = {}
+        leaves: Record = {}
         for name, leaf in structure.leaves(self._like, "").items():
             if structure.is_key(leaf.dtype):
                 raise ValueError(f"example{name} is a PRNG key; store its jax.random.key_data")
@@ -977,7 +981,7 @@ class Store:
             raise FileNotFoundError(f"there is no store in {path}")
         return self._create(leaves, chunk)
 
-    def _open(self, leaves: dict[str, Any]) -> int:
+    def _open(self, leaves: Record) -> int:
         record = self._record("store.json")
         stored, chunk = record.get("leaves"), record.get("chunk")
         if type(chunk) is not int or chunk < 1 or self._most_bytes(chunk) > _MOST_CHUNK_BYTES:
@@ -994,7 +998,7 @@ class Store:
         return chunk
 
     def _remove_locks(self) -> None:
-        """Removes files that a writer left which was killed or failed, and were to become chunks.
+        """Removes files of chunks that a killed or failed writer has not finished.
 
         tensorstore would overwrite the beginning of such a file and keep the rest.
         """
@@ -1015,7 +1019,7 @@ class Store:
         """Returns the size of the largest chunk of a leaf."""
         return max(self._leaf_bytes(i, chunk) for i in range(len(self._likes)))
 
-    def _create(self, leaves: dict[str, Any], chunk: int | None) -> int:
+    def _create(self, leaves: Record, chunk: int | None) -> int:
         if chunk is None:
             chunk = max(_CHUNK_BYTES // max(self._chunk_bytes(1), 1), 1)
         chunk = check_count("chunk", chunk)
@@ -1028,7 +1032,7 @@ class Store:
             shutil.rmtree(self._folder / name, ignore_errors=True)
         self._open_arrays(leaves, chunk, create=True)
         self._commit_deleted(Ranges.of([]))
-        self._commit_rows(_Rows(0, Recent(0, [])))
+        self._commit_rows(_Recorded(0, Newest(0, [])))
         # Written last, since this file makes the folder a store.
         records.write(
             self._folder / "store.json", {"format": _FORMAT, "chunk": chunk, "leaves": leaves}
@@ -1036,7 +1040,7 @@ class Store:
         records.sync(self._folder.parent)
         return chunk
 
-    def _open_arrays(self, stored: dict[str, Any], chunk: int, *, create: bool = False) -> None:
+    def _open_arrays(self, stored: Record, chunk: int, *, create: bool = False) -> None:
         # Folders are numbered as the leaves were when the store was created.
         number = {name: i for i, name in enumerate(stored)}
         cache = zarr.new_cache(0)
@@ -1046,49 +1050,51 @@ class Store:
             try:
                 array = zarr.open_rows(folder, leaf, chunk, cache, create=create)
             except ValueError as error:
-                where = f"example{name} in {folder}/zarr.json"
-                raise ValueError(f"{where}: {zarr.reason(error)}") from error
+                file = f"{folder}/zarr.json"
+                raise ValueError(f"example{name} in {file}: {zarr.reason(error)}") from error
             self._arrays.append(array)
 
     def _check_new(self) -> None:
-        """Checks that a folder without a store only has files that an interrupted start leaves."""
-        more = [
+        """Checks that a folder without a store has no files but those of an interrupted start."""
+        others = [
             str(file.relative_to(self._folder))
             for file in self._folder.glob("leaves/**/*")
             if file.is_file() and not file.name.startswith("zarr.json")
         ]
         if (self._folder / "rows.json").exists() and self._record("rows.json")["rows"]:
-            more.append("rows.json")
-        if more:
+            others.append("rows.json")
+        if others:
             raise self._damage(
-                f"there is {more[0]}, but no store.json; if it is not a store, choose another "
+                f"there is {others[0]}, but no store.json; if it is not a store, choose another "
                 "folder"
             )
 
-    def _compare(self, stored: dict[str, Any], given: dict[str, Any]) -> None:
-        parts = [f"example{name} is not in the store" for name in given if name not in stored]
-        parts += [f"example{name} is missing" for name in stored if name not in given]
-        for name in given if not parts else ():
-            parts += [
-                f"example{name} has {what} {given[name][what]}, but the store has "
-                f"{stored[name].get(what)}"
-                for what in ("shape", "dtype")
-                if given[name][what] != stored[name].get(what)
+    def _compare(self, stored: Record, example: Record) -> None:
+        problems = [f"example{name} is not in the store" for name in example if name not in stored]
+        problems += [f"example{name} is missing" for name in stored if name not in example]
+        for name in example if not problems else ():
+            problems += [
+                f"example{name} has {attribute} {example[name][attribute]}, but the store has "
+                f"{stored[name].get(attribute)}"
+                for attribute in ("shape", "dtype")
+                if example[name][attribute] != stored[name].get(attribute)
             ]
-        if parts:
-            raise ValueError(f"the store {self._folder} holds something else: {'; '.join(parts)}")
+        if problems:
+            raise ValueError(
+                f"the store {self._folder} holds something else: {'; '.join(problems)}"
+            )
 
-    def _take_lock(self, path: str | os.PathLike[str]) -> Any:
+    def _take_lock(self, path: str | os.PathLike[str]) -> IO[str]:
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"path is {path}, which is a file; choose a folder")
-        known = {"store.json", "rows.json", "deleted.json", "leaves", "checksums", "lock"}
-        strange = (
-            sorted(entry.name for entry in self._folder.iterdir() if entry.name not in known)
+        expected = {"store.json", "rows.json", "deleted.json", "leaves", "checksums", "lock"}
+        others = (
+            sorted(entry.name for entry in self._folder.iterdir() if entry.name not in expected)
             if self._folder.exists() and not (self._folder / "store.json").exists()
             else []
         )
-        if [name for name in strange if not name.endswith(".new")]:
-            raise ValueError(f"{path} holds other files ({strange[0]}, ...); choose another folder")
+        if [name for name in others if not name.endswith(".new")]:
+            raise ValueError(f"{path} holds other files ({others[0]}, ...); choose another folder")
         self._folder.mkdir(parents=True, exist_ok=True)
         lock = records.open_file(self._folder / "lock", "a")
         try:
@@ -1107,18 +1113,18 @@ class Store:
             raise ValueError(f"the store {self._folder} is {state}; open it with mode='a'")
 
     def _check_items(self, items: PyTree[Array]) -> None:
-        def stored(path: Any, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+        def stored(path: KeyPath, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
             """Returns the leaf in the stored dtype, if JAX does not tell the two dtypes apart."""
             try:
-                got = jax.typeof(leaf)
+                aval = jax.typeof(leaf)
             except TypeError as error:
                 name = f"items{jax.tree_util.keystr(path)}"
                 raise ValueError(f"{name} is a {type(leaf).__name__}; expected an array") from error
-            canonical = jax.dtypes.canonicalize_dtype
-            same = not structure.is_key(got.dtype) and canonical(got.dtype) == canonical(like.dtype)
+            canonical, is_key = jax.dtypes.canonicalize_dtype, structure.is_key(aval.dtype)
+            same = not is_key and canonical(aval.dtype) == canonical(like.dtype)
             if not (same or numbers.counts_as(leaf, like.dtype)):
                 return leaf
-            return jax.ShapeDtypeStruct(got.shape, like.dtype)
+            return jax.ShapeDtypeStruct(aval.shape, like.dtype)
 
         if jax.tree.structure(items) == jax.tree.structure(self._like):
             items = jax.tree.map_with_path(stored, items, self._like)
@@ -1135,18 +1141,18 @@ class Store:
             wrong = rows[(rows < 0) | (rows >= self._rows)]
             raise IndexError(f"there is no row {wrong[0]}; the store has {self._rows}")
 
-    def _check_there(self, rows: Int[np.ndarray, " ..."], deleted: Ranges) -> None:
-        """Checks that there are such rows, which are not deleted unless they are pinned."""
+    def _check_readable(self, rows: Int[np.ndarray, " ..."], deleted: Ranges) -> None:
+        """Checks that rows exist, and that those among ``deleted`` are pinned."""
         self._check_rows(rows)
         if deleted:
-            gone = rows[deleted.contains(rows)]
-            lost = [row for row in gone.tolist() if not self._pins[row // self._chunk]]
+            candidates = rows[deleted.contains(rows)]
+            lost = [row for row in candidates.tolist() if not self._pins[row // self._chunk]]
             if lost:
                 raise IndexError(f"row {lost[0]} was deleted")
 
 
 class _Pin(contextlib.AbstractContextManager[None]):
-    """A context in which rows are pinned, and no generator, which would end with the program."""
+    """A context in which rows are pinned."""
 
     def __init__(self, pin: Callable[[], list[int]], unpin: Callable[[list[int]], None]) -> None:
         self._pin = pin
@@ -1160,13 +1166,13 @@ class _Pin(contextlib.AbstractContextManager[None]):
         self._unpin(self._chunks)
 
 
-def _padded(rows: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-    """Returns rows and zeros after them, so many together."""
+def _padded(rows: Shaped[np.ndarray, "B ..."], size: int) -> Shaped[np.ndarray, "C ..."]:
+    """Returns ``size`` rows: these rows, and zeros after them."""
     if len(rows) == size:
         return rows
-    whole = np.zeros((size, *rows.shape[1:]), rows.dtype)
-    whole[: len(rows)] = rows
-    return whole
+    padded = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
 
 
 def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:

@@ -4,12 +4,18 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 from jaxtyping import PyTree
+
+# A path in a pytree, as ``jax.tree_util`` has it.
+KeyPath: TypeAlias = tuple[Any, ...]
+# Static fields of the dataclasses in a pytree, by their path.
+Configuration: TypeAlias = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +70,13 @@ def leaves(tree: PyTree, name: str) -> dict[str, Leaf]:
     Raises:
         ValueError: If a leaf is not an array.
     """
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {key: Leaf.of(leaf, name + key) for key, leaf in ((_string(p), x) for p, x in flat)}
+    return {
+        keystr(path): Leaf.of(leaf, name + keystr(path))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
-def configuration(tree: PyTree) -> dict[str, Any]:
+def configuration(tree: PyTree) -> Configuration:
     """Returns all static fields in the dataclasses of a pytree, by their path.
 
     Functions are left out, since they are code rather than configuration. So are devices and
@@ -82,20 +90,20 @@ def configuration(tree: PyTree) -> dict[str, Any]:
     return dict(_nodes(tree, ""))
 
 
-def _nodes(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _nodes(node: PyTree, path: str) -> Iterator[tuple[str, Any]]:
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
     if any(not key for key, _ in children):
         return
     if dataclasses.is_dataclass(node):
         yield path, type(node).__qualname__
-        dynamic = {_string(key) for key, _ in children}
+        dynamic = {keystr(key) for key, _ in children}
         for field in dataclasses.fields(node):
             # A field without leaves is also a child, although it does not appear in a path.
-            told = field.metadata.get("configuration", True)
-            if told and f".{field.name}" not in dynamic and not _is_dynamic(field):
+            compared = field.metadata.get("configuration", True)
+            if compared and f".{field.name}" not in dynamic and not _is_dynamic(field):
                 yield from _values(getattr(node, field.name), f"{path}.{field.name}")
     for key, child in children:
-        yield from _nodes(child, path + _string(key))
+        yield from _nodes(child, path + keystr(key))
 
 
 def _is_dynamic(field: dataclasses.Field[Any]) -> bool:
@@ -132,7 +140,3 @@ def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     elif not callable(value):
         yield path, type(value).__qualname__
-
-
-def _string(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path)

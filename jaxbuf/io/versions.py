@@ -23,10 +23,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 def find(folder: Path) -> list[Path]:
     """Returns the versions in a folder, oldest first."""
     try:
-        found = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
+        versions = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=number)
+    return sorted(versions, key=number)
 
 
 def replace(folder: Path, write: Callable[[Path], None]) -> None:

@@ -6,12 +6,15 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxbuf.io import records
+
+if TYPE_CHECKING:
+    from tensorstore import Context, TensorStore, WriteFutures
 
 # Dtypes of one byte that tensorstore does not know.
 _AS_BYTES = ("uint2", "uint4", "float8_e4m3")
@@ -22,7 +25,7 @@ _CHECKSUM_BYTES = 4
 _MOST_PER_BYTE = 2**15
 
 
-def new_cache(size: int) -> Any:
+def new_cache(size: int) -> "Context":
     """Returns a cache of at most ``size`` bytes for chunks, which arrays may share."""
     import tensorstore as ts
 
@@ -30,8 +33,8 @@ def new_cache(size: int) -> Any:
 
 
 def open_rows(
-    folder: Path, like: jax.ShapeDtypeStruct, chunk: int, cache: Any, *, create: bool = False
-) -> Any:
+    folder: Path, like: jax.ShapeDtypeStruct, chunk: int, cache: "Context", *, create: bool = False
+) -> "TensorStore":
     """Opens or creates an array that grows by rows.
 
     Args:
@@ -48,24 +51,26 @@ def open_rows(
     chunks = [chunk, *(max(size, 1) for size in shape)]
     shape = (MOST_ROWS, *shape)
     dtype = disk_dtype(like.dtype)
-    return open_array(folder, dtype, shape, chunks, cache=cache, known=not create, create=create)
+    return open_array(
+        folder, dtype, shape, chunks, cache=cache, may_exist=not create, create=create
+    )
 
 
-def disk_dtype(dtype: Any) -> Any:
+def disk_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype on disk, which is that of bytes if tensorstore does not know another."""
     return np.dtype(np.uint8) if str(dtype) in _AS_BYTES else dtype
 
 
 def open_array(
     folder: Path,
-    dtype: Any,
+    dtype: np.dtype[Any],
     shape: tuple[int, ...],
     chunk: list[int],
     *,
-    cache: Any,
-    known: bool = True,
+    cache: "Context",
+    may_exist: bool = True,
     create: bool = False,
-) -> Any:
+) -> "TensorStore":
     """Opens or creates an array.
 
     Args:
@@ -74,7 +79,7 @@ def open_array(
         shape: Its shape.
         chunk: The shape of a chunk.
         cache: The cache for chunks.
-        known: Whether it may exist already.
+        may_exist: Whether it may exist already.
         create: Whether it may be created.
 
     Returns:
@@ -86,7 +91,7 @@ def open_array(
     """
     import tensorstore as ts
 
-    if known:
+    if may_exist:
         # tensorstore ends the process if it is nested deeply, and waits for ever if it is a pipe.
         with contextlib.suppress(FileNotFoundError):
             records.read(folder / "zarr.json")
@@ -111,7 +116,7 @@ def open_array(
             ],
         },
     }
-    return ts.open(spec, context=cache, open=known, create=create).result()
+    return ts.open(spec, context=cache, open=may_exist, create=create).result()
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
@@ -158,7 +163,8 @@ def grid(
     shape: Sequence[int], chunk: Sequence[int], index: tuple[slice, ...] | None = None
 ) -> Iterator[str]:
     """Yields the names of the chunks of an array, or of those at an index."""
-    return (".".join(map(str, at)) for at in itertools.product(*_chunks(shape, chunk, index)))
+    numbers = itertools.product(*_chunks(shape, chunk, index))
+    return (".".join(map(str, position)) for position in numbers)
 
 
 def _chunks(
@@ -188,7 +194,7 @@ def checksum(file: Path) -> int:
 def check_file(file: str, nbytes: int) -> None:
     """Checks that a file can hold a chunk, before memory is allocated for it.
 
-    It says nothing of a file that is missing or none; the read of the chunk raises an error.
+    If the file is missing, this raises no error, but the read of the chunk does.
 
     Raises:
         ValueError: If it is far too small.
@@ -199,7 +205,7 @@ def check_file(file: str, nbytes: int) -> None:
             raise ValueError(f"{file} has {size} bytes, too few for {nbytes}")
 
 
-def finish(writes: list[Any]) -> None:
+def finish(writes: list["WriteFutures"]) -> None:
     """Waits for all writes, and only then raises the first error.
 
     Raises:
@@ -208,7 +214,7 @@ def finish(writes: list[Any]) -> None:
     try:
         errors = [error for error in [write.exception() for write in writes] if error]
     except BaseException:
-        # Interrupted, but what is being written must not meet what is written next.
+        # Interrupted, but these writes must end before the next ones begin.
         for write in writes:
             write.exception()
         raise
