@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -43,7 +43,8 @@ _SHARDED = "sharded"
 # The checksums of the chunks that a process wrote, by leaf and chunk.
 _CHECKSUMS = "places-{}.json"
 _TOKEN = "shared"
-_BYTES = jax.ShapeDtypeStruct((1,), np.uint8)
+_UINT8 = np.dtype(np.uint8)
+_BYTES = jax.ShapeDtypeStruct((1,), _UINT8)
 _CHUNK_BYTES = 2**24
 _ROUND_BYTES = 16 * _CHUNK_BYTES
 # Seconds until a process must see what another one wrote.
@@ -126,7 +127,7 @@ def save(path: str | os.PathLike[str], buffer: PyTree) -> None:
         manifest["writers"] = [jax.process_index()] if is_local else [*range(jax.process_count())]
 
     def write_shards(version: Path) -> None:
-        # A chunk has a checksum of its own, but that does not tell where the chunk belongs.
+        # The checksum within a chunk cannot reveal that two chunks were exchanged.
         checksums = {str(i): _write_shards(version, i, array) for i, array in sharded.items()}
         if checksums:
             records.write(version / _CHECKSUMS.format(jax.process_index()), checksums)
@@ -239,7 +240,7 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
         except MemoryError:
             raise
         except Exception as error:
-            # Each layer of the storage raises errors of its own.
+            # Each layer of the storage has its own types of errors.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
     tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in leaves])
     renewed = earlier.renewed(tree, sized, configuration)
@@ -257,18 +258,16 @@ def _check_record(record: Record) -> Leaf:
     shape = tuple(_integer(size) for size in record["shape"])
     leaf = Leaf(shape, record["dtype"], record["scalar"])
     _require(isinstance(leaf.dtype, str) and isinstance(leaf.scalar, bool))
-    *_, size = _stored_shape(record)
-    nbytes = math.prod(_stored_shape(record))
+    *axes, size = _stored_shape(record)
     if "chunk" in record:
         chunk = [_integer(length) for length in record["chunk"]]
-        axes = _stored_shape(record)[:-1]
         _require(
             len(chunk) == len(axes) and all(0 < c <= n for c, n in zip(chunk, axes, strict=True))
         )
         _require(math.prod(chunk) * size < 2**62)
     else:
         _integer(record["crc32"])
-        _require(record["bytes"] == nbytes)
+        _require(record["bytes"] == math.prod(axes) * size)
     return leaf
 
 
@@ -390,7 +389,7 @@ def _write(version: Path, arrays: list[UInt8[np.ndarray, " N"]], chunk: int) -> 
 
 @contextlib.contextmanager
 def _as_os_error() -> Generator[None]:
-    """Raises the errors of tensorstore as those of the operating system that they are."""
+    """Raises errors of tensorstore as the OSErrors that they are."""
     try:
         yield
     except ValueError as error:
@@ -408,32 +407,24 @@ def _chunk(array: jax.Array) -> list[int]:
     return chunk
 
 
-def _open_sharded(
-    version: Path, i: int, shape: Sequence[int], chunk: list[int], size: int, **options: Any
-) -> "TensorStore":
-    """Returns the array on disk that has the bytes of leaf ``i``, ``uint8[*shape, size]``."""
-    shape, chunk = (*shape, size), [*chunk, size]
-    return zarr.open_array(version / _SHARDED / str(i), np.dtype(np.uint8), shape, chunk, **options)
-
-
 def _write_shards(version: Path, i: int, array: jax.Array) -> dict[str, int]:
     """Writes the shards of an array that this process holds, each shard once.
 
     Returns:
         The checksums of the chunks, by name.
     """
-    size, chunk = array.dtype.itemsize, _chunk(array)
-    cache = zarr.new_cache(0)
+    size, folder = array.dtype.itemsize, version / _SHARDED / str(i)
+    shape, chunk = (*array.shape, size), [*_chunk(array), size]
     with _as_os_error():
-        store = _open_sharded(version, i, array.shape, chunk, size, cache=cache, create=True)
+        store = zarr.open_array(folder, _UINT8, shape, chunk, cache=zarr.new_cache(0), create=True)
     checksums: dict[str, int] = {}
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             data = np.ascontiguousarray(shard.data)[..., None].view(np.uint8)
             index = (*shard.index, slice(None))
             zarr.finish([store[index].write(data)])
-            for name in zarr.grid((*array.shape, size), (*chunk, size), index):
-                checksums[name] = zarr.checksum(version / _SHARDED / str(i) / name)
+            for name in zarr.grid(shape, chunk, index):
+                checksums[name] = zarr.checksum(folder / name)
     return checksums
 
 
@@ -583,7 +574,7 @@ def _read(version: Path, manifest: Record) -> Iterator[_Bytes]:
                 checksums = _read_checksums(version, manifest)
             folder, chunk = version / _SHARDED / str(i), [*leaf["chunk"], size]
             zarr.check_sizes(folder, (*shape, size), chunk)
-            array = _open_sharded(version, i, shape, leaf["chunk"], size, cache=cache)
+            array = zarr.open_array(folder, _UINT8, (*shape, size), chunk, cache=cache)
             yield _ShardedBytes(array, folder, chunk, checksums.get(str(i)))
             continue
         if 0 in shape:

@@ -1,10 +1,9 @@
 """Checksums of the rows of a store, by chunk and leaf.
 
-The checksum of a chunk is that of the rows that were appended to it, and not of its file. The last
-chunk is replaced by a longer one with each append, also by one that fails later or is killed, and
-the rows that were there before are the same in all of them. So each process checks exactly the rows
-that it knows of. The newest checksums are beside the number of rows, and the others in files of
-``_SEGMENT`` chunks each.
+A checksum is computed from the rows that were appended to a chunk, not from its file. Each append
+replaces the last chunk by a longer one, even if the append fails later or is killed, but keeps the
+earlier rows of the chunk. So each process checks exactly the rows that it knows of. The newest
+checksums are stored beside the number of rows, and the others in files of ``_SEGMENT`` chunks.
 """
 
 import zlib

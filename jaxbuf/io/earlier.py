@@ -7,7 +7,7 @@ environments and one of time, which are one axis now.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -163,10 +163,9 @@ def _may_gain_windows(buffer: TrajectoryBuffer) -> bool:
 
 def _with_short_windows(buffer: TrajectoryBuffer) -> TrajectoryBuffer:
     """Returns the buffer with the windows that are cut short by the end of their episode."""
-    rings, occupancy = buffer.rings, buffer.occupancy
+    rings, occupancy = buffer.rings, cast("Subset", buffer.occupancy)
     num_steps, index = rings.held.astype(jnp.int32), buffer.episode_index
     assert index is not None
-    assert isinstance(occupancy, Subset)
     windows = index.completed(rings, buffer.data, num_steps, rings.length)
     slots = jnp.where(windows.short, windows.slots, rings.num_slots).reshape(-1)
     if buffer.freshness is not None:

@@ -42,8 +42,8 @@ _ONE_MORE = {
 Incomplete = Literal["raise", "skip"]
 
 
-class _Missing(ValueError):
-    """The error of an episode that has too few observations or infos."""
+class _MissingRows(ValueError):
+    """An episode has too few observations or infos."""
 
 
 def from_minari(
@@ -175,17 +175,11 @@ def _read(dataset: Any, like: dict[str, PyTree], skip: bool) -> Iterator[dict[st
     for number, episode in enumerate(_episodes(dataset)):
         try:
             yield _steps(episode, like)
-        except _Missing as error:
-            if not skip:
-                raise _named(error, number, episode) from error
         except ValueError as error:
-            raise _named(error, number, episode) from error
-
-
-def _named(error: ValueError, number: int, episode: Any) -> ValueError:
-    """Returns an error that says which episode it is about."""
-    named = f", with id {episode.id}" if hasattr(episode, "id") else ""
-    return ValueError(f"{error} (episode {number} of dataset{named})")
+            if not (skip and isinstance(error, _MissingRows)):
+                name = f", with id {episode.id}" if hasattr(episode, "id") else ""
+                message = f"{error} (episode {number} of dataset{name})"
+                raise ValueError(message) from error
 
 
 def _steps(episode: Any, like: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -258,7 +252,7 @@ def _check_rows(rows: PyTree, needed: int, steps: int, field: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
         if leaf.ndim and len(leaf) < needed:
             last = ", so the last one is missing" if len(leaf) == steps else ""
-            raise _Missing(
+            raise _MissingRows(
                 f"episode[{field!r}]{jax.tree_util.keystr(path)} needs {needed} rows, but there "
                 f"are {len(leaf)} for {steps} steps{last}; leave {field!r} out of the items, or "
                 'pass incomplete="skip" to leave such episodes out'

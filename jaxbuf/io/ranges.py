@@ -81,7 +81,7 @@ class Ranges:
         return self.bounds.tolist()
 
     def contains(self, rows: Int[np.ndarray, " B"]) -> Bool[np.ndarray, " B"]:
-        """Returns which rows are in the set."""
+        """Returns a mask of the rows that are in the set."""
         return self.covers(rows, rows + 1)
 
     def covers(

@@ -24,7 +24,7 @@ Tree = TypeVar("Tree")
 
 
 def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, Leaf]) -> PyTree:
-    """Returns ``like`` with each buffer in it as large as the corresponding saved one.
+    """Returns ``like`` with the saved size of each buffer.
 
     Args:
         like: A pytree with buffers.
@@ -49,7 +49,7 @@ def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, Leaf])
         try:
             return _abstract(node, sizes)
         except (TypeError, ValueError):
-            # No buffer like this one has that size, so something else differs too.
+            # A buffer like this cannot have that size, so something else differs too.
             return node
 
     like = _with_shards(like, configuration)
@@ -57,7 +57,7 @@ def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, Leaf])
 
 
 def fit(tree: Tree, like: Tree) -> Tree:
-    """Returns ``tree`` with each buffer in it as large as the corresponding one of ``like``.
+    """Returns ``tree`` with the size of each buffer in ``like``.
 
     Raises:
         ValueError: If the state of a strategy cannot be moved to other slots.
@@ -177,7 +177,7 @@ def _cannot(path: KeyPath, saved: Any, target: Any) -> str:
 
 
 def _with_shards(like: Tree, configuration: Configuration) -> Tree:
-    """Returns ``like`` with as many shards in each ``Sharded`` in it as the saved one had.
+    """Returns ``like`` with the saved number of shards in each ``Sharded``.
 
     Args:
         like: A pytree with buffers.
@@ -200,7 +200,7 @@ def _with_shards(like: Tree, configuration: Configuration) -> Tree:
 
 
 def _dealt(tree: Tree, like: Tree) -> Tree:
-    """Returns ``tree`` with as many shards in each ``Sharded`` in it as that of ``like`` has."""
+    """Returns ``tree`` with the number of shards of ``like`` in each ``Sharded``."""
 
     def convert(node: Any, target: Any) -> Any:
         if not _is_sharded(node) or node.num_shards == target.num_shards:

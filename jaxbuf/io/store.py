@@ -733,7 +733,7 @@ class Store:
         return self._treedef.unflatten(self._cache.gather(positions))
 
     def _read(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray]:
-        """Returns rows, which must not be freed meanwhile."""
+        """Returns rows, which must be pinned."""
         flat = rows.reshape(-1)
         leaves = [np.empty((flat.size, *x.shape[1:]), x.dtype) for x in self._likes]
         with self._mutex:
@@ -881,7 +881,7 @@ class Store:
             deleted = record.get("deleted")
         else:
             deleted = self._record("deleted.json").get("deleted")
-            # Read again, as rows that were appended and deleted meanwhile may be among these.
+            # Read again, since the deleted rows may include rows that were appended in between.
             record = self._record("rows.json")
         rows = record.get("rows")
         if type(rows) is not int or not 0 <= rows <= zarr.MOST_ROWS:
@@ -912,7 +912,7 @@ class Store:
             if (again.rows, len(again.deleted)) == (committed.rows, len(committed.deleted)):
                 count = committed.rows.size
                 raise self._damage(f"there are no files for the {count} rows in rows.json")
-            # A writer has freed space meanwhile.
+            # A writer has freed space in between.
             committed = again
         return committed
 
@@ -1114,7 +1114,7 @@ class Store:
 
     def _check_items(self, items: PyTree[Array]) -> None:
         def stored(path: KeyPath, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
-            """Returns the leaf in the stored dtype, if JAX does not tell the two dtypes apart."""
+            """Returns the leaf in the stored dtype, if it is the same dtype to JAX."""
             try:
                 aval = jax.typeof(leaf)
             except TypeError as error:
@@ -1152,7 +1152,7 @@ class Store:
 
 
 class _Pin(contextlib.AbstractContextManager[None]):
-    """A context in which rows are pinned."""
+    """A context in which rows are pinned. A generator would be closed as the program ends."""
 
     def __init__(self, pin: Callable[[], list[int]], unpin: Callable[[list[int]], None]) -> None:
         self._pin = pin

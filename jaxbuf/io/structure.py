@@ -100,14 +100,12 @@ def _nodes(node: PyTree, path: str) -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(node):
             # A field without leaves is also a child, although it does not appear in a path.
             compared = field.metadata.get("configuration", True)
-            if compared and f".{field.name}" not in dynamic and not _is_dynamic(field):
+            is_static = field.metadata.get("static", False)
+            is_dynamic = field.metadata.get("pytree_node", not is_static)
+            if compared and f".{field.name}" not in dynamic and not is_dynamic:
                 yield from _values(getattr(node, field.name), f"{path}.{field.name}")
     for key, child in children:
         yield from _nodes(child, path + keystr(key))
-
-
-def _is_dynamic(field: dataclasses.Field[Any]) -> bool:
-    return bool(field.metadata.get("pytree_node", not field.metadata.get("static", False)))
 
 
 def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""A folder of numbered versions, of which the newest is the current one.
+"""A folder of numbered versions; the newest is the current one.
 
 A version appears complete or not at all. The previous one is removed once the new one is on disk.
 """
@@ -57,7 +57,7 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
                 records.sync(path)
             new.rename(new.with_suffix(""))
         except BaseException:
-            # It would take space, which may be what was missing.
+            # It takes space, and a full disk may have been the reason.
             shutil.rmtree(new, ignore_errors=True)
             raise
         records.sync(folder)
@@ -72,7 +72,7 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, shared: bool = False) -> Generator[None]:
-    """Waits until nobody else writes to a folder; with ``shared``, others may read meanwhile.
+    """Waits for the lock of a folder, which several readers can hold at a time if ``shared``.
 
     The operating system releases the lock when the process ends for any reason. There is no lock if
     the file system does not support it, or for readers of a folder without a lock file, such as a
@@ -94,7 +94,7 @@ def locked(folder: Path, *, shared: bool = False) -> Generator[None]:
         try:
             yield
         finally:
-            # Closing is not enough if the process was forked meanwhile.
+            # Closing is not enough if the process was forked in the meantime.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)
 

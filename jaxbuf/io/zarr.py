@@ -57,7 +57,7 @@ def open_rows(
 
 
 def disk_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype on disk, which is that of bytes if tensorstore does not know another."""
+    """Returns the dtype on disk: ``uint8`` for dtypes that tensorstore does not know."""
     return np.dtype(np.uint8) if str(dtype) in _AS_BYTES else dtype
 
 
@@ -146,7 +146,7 @@ def check_sizes(
         ValueError: If a chunk is missing or far too small.
     """
     sizes, nbytes = file_sizes(folder), math.prod(chunk)
-    # Before their names are listed, of which there could be any number.
+    # First, since a damaged shape could have any number of chunks.
     count = math.prod(map(len, _chunks(shape, chunk, index)))
     if count > len(sizes):
         raise ValueError(f"there are fewer files in {folder} than the {count} chunks of the array")
