@@ -19,7 +19,7 @@ ARRAYS = ("experience", "current_index", "is_full", "running_index")
 
 
 def of_arrays(arrays: dict[str, Any]) -> TrajectoryBuffer:
-    """Returns a buffer that holds a state's arrays, each of whose steps is a window.
+    """Returns a buffer of a state's arrays, with windows of one step.
 
     Args:
         arrays: The fields of a state. The experience has leaves ``[add_batch_size,
@@ -38,22 +38,21 @@ def of_arrays(arrays: dict[str, Any]) -> TrajectoryBuffer:
         if arrays.get(name) is None:
             raise ValueError(f"{name} is missing; a state needs {', '.join(ARRAYS[:3])}")
     data = numbers.arrays(arrays["experience"], "experience")
-    first = jax.tree.leaves(data)[0]
-    if first.ndim < 2:
+    shape = jax.tree.leaves(data)[0].shape
+    if len(shape) < 2:
         raise ValueError(
-            f"experience has shape {first.shape}; expected (add_batch_size, "
-            "max_length_time_axis, ...)"
+            f"experience has shape {shape}; expected (add_batch_size, max_length_time_axis, ...)"
         )
-    _check_leading(data, first.shape[:2])
-    rows, length = first.shape[:2]
-    # Steps without elements: the storage is there already.
+    rows, length = shape[:2]
+    _check_leading(data, (rows, length))
+    # Steps without elements, since the storage exists already.
     empty = TrajectoryBuffer.create(jnp.zeros(0), rows, length)
-    placed = _placed(empty.rings, arrays["current_index"], arrays["is_full"])
+    rings = _with_steps(empty.rings, arrays["current_index"], arrays["is_full"])
     if arrays.get("running_index") is not None:
         running = numbers.integers(arrays["running_index"], "running_index")
         lap = running.astype(jnp.uint32)[..., None] // jnp.uint32(length) + jnp.uint32(1)
-        placed = placed.replace(lap=jnp.broadcast_to(lap, placed.lap.shape))
-    return dataclasses.replace(empty, data=_rows(data, 0), occupancy=placed)
+        rings = rings.replace(lap=jnp.broadcast_to(lap, rings.lap.shape))
+    return dataclasses.replace(empty, data=_rows(data, 0), occupancy=rings)
 
 
 def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffer:
@@ -67,9 +66,9 @@ def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffe
             raise ValueError(f"a state has no field {name!r}; it has {', '.join(ARRAYS[:3])}")
     if "experience" in arrays:
         data = numbers.arrays(arrays["experience"], "experience")
-        rings = buffer.rings.cursor.shape
-        _check_leading(data, (*rings, buffer.length))
-        buffer = dataclasses.replace(buffer, data=_rows(data, len(rings) - 1))
+        shape = buffer.rings.cursor.shape
+        _check_leading(data, (*shape, buffer.length))
+        buffer = dataclasses.replace(buffer, data=_rows(data, len(shape) - 1))
     if "current_index" in arrays or "is_full" in arrays:
         if buffer.sampler.uses_priority:
             raise ValueError(
@@ -79,29 +78,29 @@ def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffe
         rings = buffer.rings
         index = arrays.get("current_index", rings.cursor[..., 0].astype(jnp.int32))
         full = arrays.get("is_full", rings.held[..., 0] == jnp.uint32(rings.length))
-        # Two laps ahead, no earlier generation is used again.
-        placed = _placed(rings.replace(lap=rings.lap + jnp.uint32(2)), index, full)
-        buffer = buffer.replace(occupancy=placed)
+        # Two laps ahead, so that no earlier generation is used again.
+        rings = _with_steps(rings.replace(lap=rings.lap + jnp.uint32(2)), index, full)
+        buffer = buffer.replace(occupancy=rings)
     return buffer
 
 
 def experience(buffer: TrajectoryBuffer) -> PyTree[Array]:
     """Returns the steps of a buffer, leaves ``[add_batch_size, max_length_time_axis, ...]``."""
-    rings = buffer.rings.cursor.shape
+    shape = buffer.rings.cursor.shape
     return jax.tree.map(
-        lambda leaf: leaf.reshape(*rings, buffer.length, *leaf.shape[len(rings) :]), buffer.data
+        lambda leaf: leaf.reshape(*shape, buffer.length, *leaf.shape[len(shape) :]), buffer.data
     )
 
 
 def _rows(data: PyTree[Array], axis: int) -> PyTree[Array]:
-    """Returns experience as the rows that a buffer keeps; ``axis`` is that of its rings."""
+    """Returns experience with the axes of rings (``axis``) and time folded, as buffers keep it."""
     return jax.tree.map(lambda leaf: lax.collapse(leaf, axis, axis + 2), data)
 
 
 def fitted(
     buffer: TrajectoryBuffer, sequence_length: int, period: int, sampler: Sampler
 ) -> TrajectoryBuffer:
-    """Returns a buffer made from arrays with windows as another one has them.
+    """Returns a buffer that was made from arrays with windows of another length and period.
 
     Raises:
         ValueError: If its rows cannot hold such windows.
@@ -121,35 +120,35 @@ def fitted(
     return buffer.replace(occupancy=rings).with_sampler(sampler)
 
 
-def _placed(rings: Rings, current_index: Any, is_full: Any) -> Rings:
-    """Returns rings whose next step comes at an index, full or with what is before the index."""
+def _with_steps(rings: Rings, current_index: Any, is_full: Any) -> Rings:
+    """Returns rings that write next at ``current_index`` and hold all steps, or those before it."""
     index = numbers.integers(current_index, "current_index")
     full = numbers.array(is_full, "is_full").astype(bool)
     if not isinstance(index, jax.core.Tracer):
-        known = np.asarray(jax.device_get(index))
-        wrong = known[(known < 0) | (known > rings.length)]
+        concrete = np.asarray(jax.device_get(index))
+        wrong = concrete[(concrete < 0) | (concrete > rings.length)]
         if wrong.size:
             raise ValueError(
                 f"current_index is {wrong.flat[0]}; expected numbers from 0 to {rings.length}, "
                 "which is the number of steps in a row"
             )
     length = jnp.int32(rings.length)
-    held = jnp.where(full | (index >= length), length, index)
+    num_steps = jnp.where(full | (index >= length), length, index)
 
-    def of_each(value: Int[Array, "..."]) -> Array:
+    def for_each_ring(value: Int[Array, "..."]) -> Array:
         return jnp.broadcast_to(value[..., None], rings.cursor.shape).astype(jnp.uint32)
 
-    return rings.replace(cursor=of_each(index % length), held=of_each(held))
+    return rings.replace(cursor=for_each_ring(index % length), held=for_each_ring(num_steps))
 
 
 def _check_leading(data: PyTree[Array], leading: tuple[int, ...]) -> None:
     """Checks that all leaves begin with these axes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         if leaf.shape[: len(leading)] != leading:
-            wanted = ", ".join(map(str, leading))
+            expected = ", ".join(map(str, leading))
             raise ValueError(
                 f"experience{jax.tree_util.keystr(path)} has shape {leaf.shape}; expected "
-                f"({wanted}, ...)"
+                f"({expected}, ...)"
             )
 
 

@@ -12,8 +12,8 @@ class FinalObs:
     """A wrapper that keeps the last observation of an episode from being lost.
 
     brax's ``AutoResetWrapper`` replaces it by the first one of the next episode, so that nothing
-    can be bootstrapped where the time limit struck. Wrapped **within** it, this one notes every
-    observation in ``state.info``, where ``brax_transitions`` finds it::
+    can be bootstrapped where a time limit ended the episode. Wrapped **within** it, this one keeps
+    every observation in ``state.info``, from which ``brax_transitions`` takes it::
 
         env = training.VmapWrapper(env)
         env = training.EpisodeWrapper(env, episode_length=1000, action_repeat=1)
@@ -28,18 +28,18 @@ class FinalObs:
 
     def reset(self, rng: Array) -> Any:
         """Begins episodes."""
-        return self._note(self.env.reset(rng))
+        return self._with_final(self.env.reset(rng))
 
     def step(self, state: Any, action: Array) -> Any:
         """Takes an action in each."""
-        return self._note(self.env.step(state, action))
+        return self._with_final(self.env.step(state, action))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.env, name)
 
-    def _note(self, state: Any) -> Any:
+    def _with_final(self, state: Any) -> Any:
         return state.replace(info={**state.info, _FINAL: state.obs})
 
 
@@ -78,7 +78,7 @@ def brax_transitions(
     truncated = jnp.zeros_like(done)
     if "truncation" in info:
         truncated = done & (info["truncation"] > 0)
-    known = jnp.ones_like(done) if _FINAL in info else ~truncated
+    mask = jnp.ones_like(done) if _FINAL in info else ~truncated
     transitions = {
         "obs": state.obs,
         "action": action,
@@ -87,4 +87,4 @@ def brax_transitions(
         "truncated": truncated,
         "next_obs": info.get(_FINAL, next_state.obs),
     }
-    return transitions, known
+    return transitions, mask

@@ -20,7 +20,7 @@ Shapes, structures, capacities, write positions, ``can_sample``, ``can_add`` and
   replacement and, with priorities, stratified, as there.
 * **Sampling too early.** Where flashbax returns arbitrary rows, these samples say so: ``valid`` is
   False and probabilities are 0. A queue that cannot be sampled from stays as it is.
-* **Stale priorities.** An index names a place, not an item, so flashbax gives a new item the
+* **Stale priorities.** An index names a slot, not an item, so flashbax gives a new item the
   priority that was meant for the one it replaced. Pass ``batch.slots`` instead of
   ``batch.indices`` to ``set_priorities`` and such rows are dropped. Rows for windows that are not
   complete are dropped in any case: flashbax would make them drawable.
@@ -54,7 +54,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -181,12 +181,12 @@ class TrajectoryBufferState(Generic[Experience], struct.PyTreeNode):
     @property
     def read_index(self) -> Int[Array, ""]:
         """The index on the time axis of the earliest step, which a queue gives next."""
-        held = self.buffer.rings.held[..., 0].astype(int)
-        return (self.current_index - held) % self.buffer.length
+        num_steps = self.buffer.rings.held[..., 0].astype(int)
+        return (self.current_index - num_steps) % self.buffer.length
 
     @property
     def is_full(self) -> Bool[Array, ""]:
-        """True if every place holds a step."""
+        """True if no more steps fit without overwriting earlier ones."""
         return self.buffer.rings.held[..., 0] == jnp.uint32(self.buffer.length)
 
     @property
@@ -214,6 +214,7 @@ class _StateOfArrays(TrajectoryBufferState[Any]):
     __init__ = TrajectoryBufferState.__init__
 
 
+_State: TypeAlias = TrajectoryBufferState[Any]
 TrajectoryQueueState = BufferState = PrioritisedTrajectoryBufferState = TrajectoryBufferState
 
 
@@ -249,8 +250,8 @@ class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample):
         probabilities: The probability of each in a draw, ``[B]``.
         priorities: Their priorities to the exponent, ``[B]``: what flashbax before 0.1.3 had
             instead of probabilities.
-        slots: The windows, for ``set_priorities``: unlike ``indices`` they tell whether a window
-            was overwritten since.
+        slots: The windows, for ``set_priorities``: unlike ``indices`` they become stale when a
+            window is overwritten.
     """
 
     indices: Int[Array, " B"]
@@ -274,8 +275,8 @@ class TrajectoryBuffer:
         can_sample: Takes a state, and returns whether it holds enough.
     """
 
-    init: Callable[..., TrajectoryBufferState[Any]]
-    add: Callable[..., TrajectoryBufferState[Any]]
+    init: Callable[..., _State]
+    add: Callable[..., _State]
     sample: Callable[..., Any]
     can_sample: Callable[..., Bool[Array, ""]]
 
@@ -293,7 +294,7 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
             state.
     """
 
-    set_priorities: Callable[..., TrajectoryBufferState[Any]]
+    set_priorities: Callable[..., _State]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +336,7 @@ def make_trajectory_buffer(
         add_batch_size: Rows added at a time.
         sample_batch_size: Windows in a batch.
         sample_sequence_length: Steps in a window.
-        period: Distance between the places where windows start.
+        period: Steps from the start of a window to the start of the next one.
         min_length_time_axis: Steps in each row for ``can_sample`` to be True.
         max_size: Steps of all rows together, instead of ``max_length_time_axis``.
         max_length_time_axis: Steps in each row.
@@ -526,8 +527,8 @@ def make_trajectory_queue(
 
     @jax.jit
     def sample(state: TrajectoryQueueState) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
-        wanted = jnp.broadcast_to(can_sample(state), (add_batch_size,))
-        buffer, steps = state.buffer.dequeue(sample_sequence_length, mask=wanted)
+        mask = jnp.broadcast_to(can_sample(state), (add_batch_size,))
+        buffer, steps = state.buffer.dequeue(sample_sequence_length, mask=mask)
         sample = TrajectoryQueueSample(experience=steps.data, valid=jnp.all(steps.valid, axis=1))
         return state.replace(buffer=buffer), sample
 
@@ -563,8 +564,8 @@ def make_mixer(
     counts = [int(share / sum(proportions) * sample_batch_size) for share in proportions]
     counts[0] += sample_batch_size - sum(counts)
 
-    def sample(states: Sequence[TrajectoryBufferState[Any]], key: PRNGKeyArray) -> Any:
-        drawn: list[Any] = []
+    def sample(states: Sequence[_State], key: PRNGKeyArray) -> Any:
+        batches: list[PyTree] = []
         keys = jax.random.split(key, len(buffers))
         for i, (buffer, state, count) in enumerate(zip(buffers, states, counts, strict=True)):
             rows = buffer.sample(state, keys[i])
@@ -573,10 +574,10 @@ def make_mixer(
                     f"buffers[{i}] samples {rows.valid.shape[0]} rows, but its share is {count}; "
                     "make it with a larger sample_batch_size"
                 )
-            drawn.append(jax.tree.map(lambda leaf, count=count: leaf[:count], rows))
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *drawn)
+            batches.append(jax.tree.map(lambda leaf, count=count: leaf[:count], rows))
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
 
-    def can_sample(states: Sequence[TrajectoryBufferState[Any]]) -> Bool[Array, ""]:
+    def can_sample(states: Sequence[_State]) -> Bool[Array, ""]:
         pairs = zip(buffers, states, strict=True)
         return jnp.all(jnp.stack([buffer.can_sample(state) for buffer, state in pairs]))
 
@@ -610,7 +611,7 @@ def _step(windows: PyTree[Array], number: int = 0) -> PyTree[Array]:
 
 
 def _length(rows: int, max_size: int | None, length: int | None) -> int:
-    """Steps in a row, of which one of two arguments tells."""
+    """Returns the number of steps in a row, from whichever of the two arguments was given."""
     if (max_size is None) == (length is None):
         raise ValueError("give max_length_time_axis or max_size, one of the two")
     if max_size is None:
@@ -630,7 +631,7 @@ def _check_lengths(max_length: int, min_length: int, sample_batch_size: int) -> 
 
 
 def _warn(message: str) -> None:
-    """Warns, as if from the program that makes a buffer."""
+    """Warns with the line of the program that makes the buffer."""
     warnings.warn(message, stacklevel=4)
 
 
@@ -676,7 +677,7 @@ def _windows(
         )
     length -= length % period
 
-    def init(experience: PyTree) -> TrajectoryBufferState[Any]:
+    def init(experience: PyTree) -> _State:
         buffer = Rings.create(
             experience,
             rows,
@@ -687,8 +688,8 @@ def _windows(
         )
         return TrajectoryBufferState(buffer)
 
-    def own(state: Any, fitted: bool = True) -> TrajectoryBufferState[Any]:
-        """A state of this module, also of one of flashbax; one of arrays gets its windows."""
+    def as_state(state: Any, fitted: bool = True) -> _State:
+        """Returns a state of this module for one of flashbax; one of arrays gets its windows."""
         if not isinstance(state, TrajectoryBufferState):
             state = TrajectoryBufferState(**_flashbax_state.fields_of(state))
         if not fitted or not isinstance(state, _StateOfArrays):
@@ -696,46 +697,46 @@ def _windows(
         fitting = _flashbax_state.fitted(state.buffer, sequence_length, period, sampler)
         return TrajectoryBufferState(fitting)
 
-    def add(state: TrajectoryBufferState[Any], batch: PyTree) -> TrajectoryBufferState[Any]:
+    def add(state: _State, batch: PyTree) -> _State:
         # Without priorities nothing is kept of windows, so the state may stay as it is in a scan.
-        state = own(state, fitted=sampler.uses_priority)
+        state = as_state(state, fitted=sampler.uses_priority)
         batch = batch if shaped is None else jax.tree.map(shaped, batch)
         return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
 
-    def sample(state: TrajectoryBufferState[Any], rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
-        held = own(state).buffer
-        for name, ours, theirs in (
-            ("sample_sequence_length", sequence_length, held.sequence_length),
-            ("period", period, held.period),
-            ("the sampler", split(sampler)[0], held.sampler),
+    def sample(state: _State, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
+        buffer = as_state(state).buffer
+        for name, expected, actual in (
+            ("sample_sequence_length", sequence_length, buffer.sequence_length),
+            ("period", period, buffer.period),
+            ("the sampler", split(sampler)[0], buffer.sampler),
         ):
-            if ours != theirs:
+            if expected != actual:
                 raise ValueError(
-                    f"{name} is {ours}, but the state was made with {theirs}; sample it with the "
-                    "buffer that made it, or add its experience to a state of this one"
+                    f"{name} is {expected}, but the state was made with {actual}; sample it with "
+                    "the buffer that made it, or add its experience to a state of this one"
                 )
-        drawn = doors.sample(held, rng_key, batch_size)
+        batch = doors.sample(buffer, rng_key, batch_size)
         if not sampler.uses_priority:
-            return TrajectoryBufferSample(experience=view(drawn.data), valid=drawn.valid)
-        _, priorities = held.sampler_state.read(drawn.slots.index)
+            return TrajectoryBufferSample(experience=view(batch.data), valid=batch.valid)
+        _, priorities = buffer.sampler_state.read(batch.slots.index)
         return PrioritisedTrajectoryBufferSample(
-            experience=view(drawn.data),
-            valid=drawn.valid,
-            indices=drawn.slots.index,
-            probabilities=drawn.probability,
-            priorities=jnp.where(drawn.valid, priorities, 0.0),
-            slots=drawn.slots,
+            experience=view(batch.data),
+            valid=batch.valid,
+            indices=batch.slots.index,
+            probabilities=batch.probability,
+            priorities=jnp.where(batch.valid, priorities, 0.0),
+            slots=batch.slots,
         )
 
-    def can_sample(state: TrajectoryBufferState[Any]) -> Bool[Array, ""]:
+    def can_sample(state: _State) -> Bool[Array, ""]:
         return state.is_full | (state.current_index >= least)
 
     def set_priorities(
-        state: TrajectoryBufferState[Any],
+        state: _State,
         indices: Int[Array, " B"] | Slots,
         priorities: Float[Array, " B"],
-    ) -> TrajectoryBufferState[Any]:
-        state = own(state)
+    ) -> _State:
+        state = as_state(state)
         slots = indices
         if not isinstance(slots, Slots):
             index = numbers.integers(slots, "indices")

@@ -25,9 +25,9 @@ class VectorStep(NamedTuple):
         ended: True for episodes that ended with this step, ``[E]``; for the next call.
     """
 
-    transitions: dict[str, Any]
+    transitions: dict[str, PyTree]
     mask: Bool[np.ndarray, " E"]
-    obs: PyTree[np.ndarray[Any, Any]]
+    obs: PyTree[np.ndarray]
     ended: Bool[np.ndarray, " E"]
 
 
@@ -35,7 +35,7 @@ def gymnasium_transitions(
     envs: Any,
     obs: PyTree[Shaped[np.ndarray, "E ..."]],
     action: PyTree[Shaped[np.ndarray, "E ..."]],
-    result: tuple[Any, Any, Any, Any, dict[str, Any]],
+    result: tuple[PyTree, PyTree, PyTree, PyTree, dict[str, Any]],
     ended: Bool[np.ndarray, " E"] | EllipsisType | None = ...,
 ) -> VectorStep:
     """Turns a step of a vector environment into transitions.
@@ -45,7 +45,7 @@ def gymnasium_transitions(
     step*, the default, the observation is the last one of the episode, and the next call of
     ``step`` ignores the action and resets: that row is no transition, and ``mask`` leaves it out.
     In mode *same step*, the observation is the first one of the next episode already, and the last
-    one is in the infos, from where ``next_obs`` takes it. If *disabled*, you reset the episodes
+    one is in the infos, from which ``next_obs`` takes it. If *disabled*, you reset the episodes
     that have ended, with ``envs.reset(options={"reset_mask": step.ended})``, and go on with what
     that returns.
 
@@ -86,8 +86,8 @@ def gymnasium_transitions(
     next_obs, reward, terminated, truncated, infos = result
     mode = _mode(envs)
     terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
-    now = terminated | truncated
-    mask = np.ones(now.shape, bool)
+    ends = terminated | truncated
+    mask = np.ones(ends.shape, bool)
     if mode == "NextStep" and ended is not None:
         if isinstance(ended, EllipsisType):
             raise ValueError(
@@ -95,11 +95,11 @@ def gymnasium_transitions(
                 "resets from transitions: None after envs.reset, then step.ended of the step before"
             )
         mask = ~np.asarray(ended, bool)
-        if mask.shape != now.shape:
-            raise ValueError(f"ended has shape {mask.shape}; expected {now.shape}")
+        if mask.shape != ends.shape:
+            raise ValueError(f"ended has shape {mask.shape}; expected {ends.shape}")
     last = _observations(next_obs)
-    if mode == "SameStep" and now.any():
-        last = _with_final(last, infos, now)
+    if mode == "SameStep" and ends.any():
+        last = _with_final(last, infos, ends)
     transitions = {
         "obs": _observations(obs),
         "action": action,
@@ -108,11 +108,11 @@ def gymnasium_transitions(
         "truncated": truncated,
         "next_obs": last,
     }
-    return VectorStep(transitions, mask, next_obs, now)
+    return VectorStep(transitions, mask, next_obs, ends)
 
 
-def transition_like(envs: Any) -> dict[str, Any]:
-    """The example of which to create a buffer for the transitions of an environment.
+def transition_like(envs: Any) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
+    """Returns the example for a buffer of the transitions of an environment.
 
     Args:
         envs: An environment of Gymnasium, or a vector of them.
@@ -151,11 +151,11 @@ def transition_like(envs: Any) -> dict[str, Any]:
 
 
 def _mode(envs: Any) -> str:
-    """Returns how the environment begins its next episodes.
+    """Returns the autoreset mode of an environment.
 
-    Sync and async vector environments note it in metadata that all environments of a class share,
-    where the ones made last decide; their own attribute is right. It lies below wrappers, unless
-    one of these has metadata of its own.
+    Sync and async vector environments also write it to metadata that all environments of a class
+    share, so the metadata has the mode of the newest one; the attribute of an environment is right.
+    It is looked up below wrappers, except below one with metadata of its own.
     """
     inner = getattr(envs, "env", None)
     while inner is not None and envs.metadata is inner.metadata:
@@ -174,7 +174,7 @@ def _mode(envs: Any) -> str:
     return str(value)
 
 
-def _with_final(obs: Any, infos: dict[str, Any], ended: Bool[np.ndarray, " E"]) -> Any:
+def _with_final(obs: PyTree, infos: dict[str, Any], ended: Bool[np.ndarray, " E"]) -> PyTree:
     """Returns the observations, with the final one where an episode ended."""
     if "final_obs" not in infos:
         raise ValueError(
@@ -193,10 +193,10 @@ def _with_final(obs: Any, infos: dict[str, Any], ended: Bool[np.ndarray, " E"]) 
             value = value[env] if batched else value
             shape = np.shape(value)
             if value is None or shape != filled.shape[1:]:
-                got = "None" if value is None else f"of shape {shape}"
+                actual = "None" if value is None else f"of shape {shape}"
                 raise ValueError(
-                    f"{root}{jax.tree_util.keystr(path)} of environment {env} is {got}; expected "
-                    f"shape {filled.shape[1:]}, as in the observations"
+                    f"{root}{jax.tree_util.keystr(path)} of environment {env} is {actual}; "
+                    f"expected shape {filled.shape[1:]}, as in the observations"
                 )
             filled[env] = value
         return filled
@@ -205,10 +205,13 @@ def _with_final(obs: Any, infos: dict[str, Any], ended: Bool[np.ndarray, " E"]) 
 
 
 def _follow(tree: Any, path: tuple[Any, ...], name: str) -> Any:
-    """Returns what is at a path of JAX's keys, whatever kinds of containers lead there."""
+    """Returns the node at a path of JAX's keys; containers on the way may be of other kinds."""
     for i, key in enumerate(path):
         try:
-            tree = getattr(tree, key.name) if hasattr(key, "name") else tree[_index(key)]
+            if hasattr(key, "name"):
+                tree = getattr(tree, key.name)
+            else:
+                tree = tree[key.idx if hasattr(key, "idx") else key.key]
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"{name} has no {jax.tree_util.keystr(path[: i + 1])}, which the observations have"
@@ -216,11 +219,7 @@ def _follow(tree: Any, path: tuple[Any, ...], name: str) -> Any:
     return tree
 
 
-def _index(key: Any) -> Any:
-    return key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key
-
-
-def _observations(obs: Any) -> Any:
+def _observations(obs: PyTree) -> PyTree:
     """Returns observations with plain dicts for mappings, and arrays for lists of numbers."""
     return jax.tree.map(
         lambda leaf: np.asarray(leaf) if isinstance(leaf, list) else leaf,
@@ -229,7 +228,7 @@ def _observations(obs: Any) -> Any:
     )
 
 
-def _like(space: Any) -> Any:
+def _like(space: Any) -> PyTree[jax.ShapeDtypeStruct]:
     inner = getattr(space, "spaces", None)
     if isinstance(inner, dict):
         return {name: _like(part) for name, part in inner.items()}

@@ -24,10 +24,10 @@ class GymnaxState(struct.PyTreeNode):
     """
 
     obs: PyTree[Shaped[Array, "E ..."]]
-    inner: Any
+    inner: PyTree
 
 
-def gymnax_reset(env: Any, params: Any, key: PRNGKeyArray, num_envs: int) -> GymnaxState:
+def gymnax_reset(env: Any, params: PyTree, key: PRNGKeyArray, num_envs: int) -> GymnaxState:
     """Begins an episode in each of ``num_envs`` environments.
 
     Args:
@@ -44,8 +44,8 @@ def gymnax_reset(env: Any, params: Any, key: PRNGKeyArray, num_envs: int) -> Gym
 
 
 def gymnax_step(
-    env: Any, params: Any, key: PRNGKeyArray, state: GymnaxState, action: Shaped[Array, "E ..."]
-) -> tuple[GymnaxState, dict[str, Any]]:
+    env: Any, params: PyTree, key: PRNGKeyArray, state: GymnaxState, action: Shaped[Array, "E ..."]
+) -> tuple[GymnaxState, dict[str, PyTree]]:
     """Takes one action in each environment; environments whose episode ends begin another one.
 
     Args:
@@ -132,11 +132,10 @@ def rollout(
     key = check_key(key)
     num_steps = check_count("num_steps", num_steps)
     carry, steps = jax.lax.scan(step, carry, jax.random.split(key, num_steps))
-    stored: Any = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), steps)
-    return carry, stored
+    return carry, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), steps)
 
 
-def _strongly_typed(tree: Any) -> Any:
+def _strongly_typed(tree: PyTree) -> PyTree:
     # Python numbers in a state trace as weak types, which a scan or a checkpoint turns into
     # strong ones: another trace for the same program.
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=leaf.dtype), tree)
