@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
+from jaxtyping import PyTree
 
 from jaxbuf.core import checks
 from jaxbuf.core.sizes import MOST_ON_HOST, check_count, format_bytes
@@ -59,14 +60,14 @@ class LeafMemory:
             shape: Its shape. Axes of length 1 do not count, and the first two of a leaf, such as
                 environments and time, may be one axis.
         """
-        ours = _plain(self.shape)
+        axes = _squeezed(self.shape)
         if self.dtype.startswith("key<"):
             # The number of words of a key.
-            return dtype == "u32" and _plain(shape)[:-1] == ours
-        return dtype == _in_text(self.dtype) and _plain(shape) in (
-            ours,
-            (math.prod(ours[:2]), *ours[2:]),
-            (*ours[:1], math.prod(ours[1:3]), *ours[3:]),
+            return dtype == "u32" and _squeezed(shape)[:-1] == axes
+        return dtype == _hlo_dtype(self.dtype) and _squeezed(shape) in (
+            axes,
+            (math.prod(axes[:2]), *axes[2:]),
+            (*axes[:1], math.prod(axes[1:3]), *axes[3:]),
         )
 
 
@@ -152,16 +153,16 @@ class MemoryReport:
                 "of their own: donate the buffer (jax.jit(..., donate_argnums=...); jaxbuf.add and "
                 "jaxbuf.update_priority do) and go on with the result."
             )
-        beside = self.temporary_bytes + self.result_bytes
-        moved = [
+        extra = self.temporary_bytes + self.result_bytes
+        copied = [
             leaf
             for leaf in self.leaves
             if leaf.in_buffer and leaf.fate == "in place" and leaf.copied_within
         ]
-        largest = max(moved, key=lambda leaf: leaf.nbytes, default=None)
-        if largest is not None and beside >= largest.nbytes:
+        largest = max(copied, key=lambda leaf: leaf.nbytes, default=None)
+        if largest is not None and extra >= largest.nbytes:
             yield (
-                f"The program needs {format_bytes(beside)} beside its arguments, and copies "
+                f"The program needs {format_bytes(extra)} beside its arguments, and copies "
                 f"{largest.name} or an array like it. {ORDER} jaxbuf.testing.assert_no_copy names "
                 "all that is copied."
             )
@@ -225,14 +226,14 @@ def compile_step(
         fn, args = getattr(fn, "__func__", fn), (owner, *args)
     jitted: Any = fn
     if not hasattr(fn, "trace"):
-        # JAX would remember the trace of ``fn`` itself; what it reads may have changed.
+        # JAX caches the trace of ``fn`` itself, but the variables that it closes over may change.
         @functools.wraps(fn)
-        def anew(*args: Any) -> Any:
+        def uncached(*args: Any) -> Any:
             return fn(*args)
 
-        jitted = jax.jit(anew, donate_argnums=donate_argnums, static_argnums=static_argnums)
+        jitted = jax.jit(uncached, donate_argnums=donate_argnums, static_argnums=static_argnums)
     with warnings.catch_warnings():
-        # The report says which arguments are donated in vain.
+        # The report has the arguments whose donation has no effect.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
         lowered = traced.lower()
@@ -251,7 +252,7 @@ def compile_step(
     }
     for _, node in jax.tree_util.tree_leaves_with_path(lowered.args_info, is_leaf=_is_buffer):
         # A buffer that is not among the results has no new contents.
-        other: Fate = "copied" if _is_buffer(node) and _is_in(node, lowered.out_info) else "read"
+        fate: Fate = "copied" if _is_buffer(node) and _is_in(node, lowered.out_info) else "read"
         for info in jax.tree.leaves(node):
             leaf = LeafMemory(
                 name=names[len(leaves)],
@@ -260,7 +261,7 @@ def compile_step(
                 nbytes=math.prod(info.shape) * getattr(info.dtype, "itemsize", 1),
                 donated=info.donated,
                 in_buffer=_is_buffer(node),
-                fate="in place" if len(leaves) in aliased else other,
+                fate="in place" if len(leaves) in aliased else fate,
             )
             within = leaf.nbytes >= smallest and any(leaf.may_be(*copy) for copy in copies)
             leaves.append(dataclasses.replace(leaf, copied_within=within))
@@ -281,24 +282,24 @@ def _is_buffer(node: Any) -> bool:
     return dataclasses.is_dataclass(node) and hasattr(node, "add") and hasattr(node, "replace")
 
 
-def _is_in(buffer: Any, out_info: Any) -> bool:
+def _is_in(buffer: Any, out_info: PyTree) -> bool:
     """Returns whether there is a buffer like this one among the results."""
 
-    def kind(node: Any) -> tuple[Any, ...]:
+    def signature(node: PyTree) -> tuple[Any, ...]:
         return jax.tree.structure(node), *(leaf.shape for leaf in jax.tree.leaves(node))
 
-    return kind(buffer) in map(kind, jax.tree.leaves(out_info, is_leaf=_is_buffer))
+    return signature(buffer) in map(signature, jax.tree.leaves(out_info, is_leaf=_is_buffer))
 
 
-def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in shape if axis != 1)
 
 
-def _in_text(dtype: str) -> str:
+def _hlo_dtype(dtype: str) -> str:
     """Returns the name of a dtype in the text of a program.
 
     Example:
-        >>> [_in_text(dtype) for dtype in ("float32", "bool", "uint8", "bfloat16", "float8_e5m2")]
+        >>> [_hlo_dtype(dtype) for dtype in ("float32", "bool", "uint8", "bfloat16", "float8_e5m2")]
         ['f32', 'pred', 'u8', 'bf16', 'f8e5m2']
     """
     if dtype == "bool":

@@ -114,12 +114,12 @@ class Monitor:
         self._last_step = resume_at
         self._last_time: float | None = None
         # JAX calls callbacks from its own threads.
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         if resume_at is not None:
             for writer in self._writers:
                 writer.rewind(int(resume_at))
 
-    def write(self, step: int | Int[Array, ""], metrics: PyTree) -> bool:
+    def write(self, step: int | Int[Array | np.ndarray, ""], metrics: PyTree) -> bool:
         """Writes the metrics of a step if it is time.
 
         Args:
@@ -132,13 +132,13 @@ class Monitor:
         Raises:
             ValueError: If ``step`` holds different numbers, or two metrics have one name.
         """
-        known = isinstance(step, int | np.integer | np.ndarray | jax.Array)
-        if not known or not jnp.issubdtype(getattr(step, "dtype", np.int64), jnp.integer):
+        is_number = isinstance(step, int | np.integer | np.ndarray | jax.Array)
+        if not is_number or not jnp.issubdtype(getattr(step, "dtype", np.int64), jnp.integer):
             raise ValueError(f"step is {checks.name_of(step)}; expected an integer")
         steps = np.asarray(step).reshape(-1)
         if steps.size == 0 or (steps != steps[0]).any():
             raise ValueError(f"step is {steps.tolist()}; expected one number, the same in all rows")
-        with self._turn:
+        with self._lock:
             now = int(steps[0])
             if not self._due(now):
                 return False
@@ -162,13 +162,13 @@ class Monitor:
             ordered: Whether calls arrive in the order in which they are made. JAX offers that on
                 one device only; with several, pass False.
         """
-        step, metrics = jax.tree.map(jnp.asarray, trees.owned((step, metrics)))
-        self._send(ordered)(step, jax.lax.stop_gradient(metrics))
+        arrays: PyTree = jax.tree.map(jnp.asarray, trees.owned((step, metrics)))
+        self._send(ordered)(*jax.lax.stop_gradient(arrays))
 
     def flush(self) -> None:
         """Waits for pending callbacks, and flushes all writers."""
         jax.effects_barrier()
-        with self._turn:
+        with self._lock:
             for writer in self._writers:
                 writer.flush()
 
@@ -201,17 +201,19 @@ class Monitor:
             return True
         return step // self._every_steps > last // self._every_steps
 
-    def _receive(self, step: Any, metrics: Any) -> None:
+    def _receive(self, step: Int[np.ndarray, ""], metrics: PyTree[np.ndarray]) -> None:
         self.write(step, metrics)
 
-    def _send(self, ordered: bool) -> Callable[[Any, Any], None]:
+    def _send(self, ordered: bool) -> Callable[[Int[Array, "..."], PyTree[Array]], None]:
         # Under vmap an ordered callback is an error, and an unordered one is called for each row.
         @custom_vmap
-        def send(step: Any, metrics: Any) -> None:
+        def send(step: Int[Array, ""], metrics: PyTree[Array]) -> None:
             jax.debug.callback(self._receive, step, metrics, ordered=ordered)
 
         @send.def_vmap
-        def _together(size: int, mapped: Any, step: Any, metrics: Any) -> tuple[None, None]:
+        def _send_batch(
+            size: int, mapped: PyTree[bool], step: Int[Array, " B"], metrics: PyTree[Array]
+        ) -> tuple[None, None]:
             send(step, metrics)
             return None, None
 
@@ -246,9 +248,9 @@ class CsvWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = checks.check_path("path", path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns, rows, whole = _read_table(self._path)
+        self._columns, rows, complete = _read_table(self._path)
         self._file = self._open()
-        if not whole:
+        if not complete:
             self._replace(rows)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -282,20 +284,20 @@ class CsvWriter:
             self.flush()
             self._file.close()
 
-    def _open(self) -> Any:
-        # Unbuffered, so that each row is one system call, which a killed process has made or not.
+    def _open(self) -> io.FileIO:
+        # Unbuffered, so that each row is one system call: a killed process wrote all of it or none.
         return open(self._path, "ab", buffering=0)
 
     def _replace(self, rows: list[list[str]]) -> None:
-        """Replaces the file."""
+        """Replaces the file by one with all columns."""
         width = len(self._columns)
         lines = [self._columns, *(row + [""] * (width - len(row)) for row in rows)]
-        beside = self._path.with_name(self._path.name + ".new")
-        with open(beside, "wb") as file:
+        new = self._path.with_name(self._path.name + ".new")
+        with open(new, "wb") as file:
             file.writelines(map(_line, lines))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, self._path)
+        os.replace(new, self._path)
         self._file.close()
         self._file = self._open()
 
@@ -434,16 +436,16 @@ class WandbWriter:
 def _flatten(metrics: PyTree) -> dict[str, float]:
     flat: dict[str, float] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
-        start = jax.tree_util.keystr(path, simple=True, separator="/")
-        got = numbers.type_of(leaf, f"metrics[{start!r}]")
-        if not numbers.is_number(got.dtype) or np.asarray(leaf).dtype.kind not in "biufV":
-            raise ValueError(f"metrics[{start!r}] is {checks.kind_of(leaf)}; expected numbers")
+        prefix = jax.tree_util.keystr(path, simple=True, separator="/")
+        dtype = numbers.type_of(leaf, f"metrics[{prefix!r}]").dtype
+        if not numbers.is_number(dtype) or np.asarray(leaf).dtype.kind not in "biufV":
+            raise ValueError(f"metrics[{prefix!r}] is {checks.kind_of(leaf)}; expected numbers")
         values = np.asarray(leaf)
-        for place in np.ndindex(values.shape):
-            name = "/".join(part for part in (start, *map(str, place)) if part)
+        for index in np.ndindex(values.shape):
+            name = "/".join(part for part in (prefix, *map(str, index)) if part)
             if name in flat:
                 raise ValueError(f"metrics has two numbers called {name!r}; expected one")
-            flat[name] = float(values[place])
+            flat[name] = float(values[index])
     return flat
 
 
@@ -454,7 +456,7 @@ def _line(cells: Sequence[Any]) -> bytes:
 
 
 def _read_table(path: Path) -> tuple[list[str], list[list[str]], bool]:
-    """Returns the columns, the complete rows, and whether the file has nothing else."""
+    """Returns the columns, the complete rows, and whether the file consists of these only."""
     content = path.read_bytes() if path.exists() else b""
     end = content.rfind(b"\n") + 1
     lines = list(csv.reader(io.StringIO(content[:end].decode(errors="replace"))))

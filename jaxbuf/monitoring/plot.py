@@ -10,7 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.created import is_created
@@ -22,7 +22,7 @@ from jaxbuf.wrappers.sharded.sharded import Sharded
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The most points across and down a map, and the most bars of a histogram: more slots share one.
+# The most points across and down a map (beyond it, slots share a point), and bars of a histogram.
 _COLUMNS, _ROWS, _BINS = 512, 64, 40
 _PANELS_PER_ROW = 3
 
@@ -44,31 +44,31 @@ class _Panel:
     title: str
     xlabel: str
     unit: str
-    values: NDArray[Any]
+    values: Shaped[np.ndarray, " N"]
     discrete: bool = False
     mean: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class _Map:
-    """The ages of items by slot, or of steps by environment and place.
+    """The ages of items by slot, or of steps by environment and index in its ring.
 
     Attributes:
-        age: Age in each place, ``[R, N]``: the number of items or steps added to its ring since; 0
-            if that is unknown.
-        live: Which places hold something that can be drawn or read, ``[R, N]``.
-        position: The place that each ring writes next, ``[R]``; empty if there is no such place.
+        age: The age in each slot, ``[R, N]``: the number of items or steps added to its ring since;
+            0 if that is unknown.
+        live: A mask of the slots with an item or a step that can be drawn or read, ``[R, N]``.
+        cursor: The slot that each ring writes next, ``[R]``; empty if there is no such slot.
         unit: ``items`` or ``steps``.
         ring: A name of the rows; empty if there is only one.
-        known: Whether ages are known.
+        has_ages: Whether ages are known.
     """
 
-    age: NDArray[Any]
-    live: NDArray[Any]
-    position: NDArray[Any]
+    age: Int[np.ndarray, "R N"]
+    live: Bool[np.ndarray, "R N"]
+    cursor: Shaped[np.ndarray, " R"]
     unit: str
     ring: str
-    known: bool = True
+    has_ages: bool = True
 
 
 def plot(buffer: Any) -> "Figure":
@@ -107,10 +107,11 @@ def plot(buffer: Any) -> "Figure":
             "plot needs matplotlib; install it with `pip install matplotlib`"
         ) from error
     parts = [_checked(part) for part in _parts(buffer)]
-    looks = [(_title(part), _map(part), _panels(part)) for part in parts]
-    heights = [2.4 + 2.2 * _rows(panels) for _, _, panels in looks]
+    maps = [_map(part) for part in parts]
+    panels = [_panels(part, ages) for part, ages in zip(parts, maps, strict=True)]
+    heights = [2.4 + 2.2 * _rows(histograms) for histograms in panels]
 
-    class Shown(module.Figure):
+    class NotebookFigure(module.Figure):
         """A figure that a notebook shows even if matplotlib was not set up for notebooks."""
 
         def _repr_png_(self) -> bytes:
@@ -118,22 +119,19 @@ def plot(buffer: Any) -> "Figure":
             self.savefig(file, format="png")
             return file.getvalue()
 
-    figure: Any = Shown(figsize=(10.0, sum(heights)), layout="constrained")
-    places: Any = figure.subfigures(len(parts), 1, height_ratios=heights, squeeze=False)
-    for place, (title, where, panels) in zip(places[:, 0], looks, strict=True):
-        place.suptitle(title)
-        _draw(place, where, panels)
+    figure: Any = NotebookFigure(figsize=(10.0, sum(heights)), layout="constrained")
+    subfigures: Any = figure.subfigures(len(parts), 1, height_ratios=heights, squeeze=False)
+    for subfigure, part, ages, histograms in zip(
+        subfigures[:, 0], parts, maps, panels, strict=True
+    ):
+        _draw_buffer(subfigure, part, ages, histograms)
     return figure
-
-
-def _title(buffer: Any) -> str:
-    size, most = int(buffer.size), buffer.capacity
-    return f"{type(buffer).__name__}: {size:,} of {most:,} {buffer.unit}"
 
 
 def _parts(buffer: Any) -> list[Any]:
     """Returns the buffer, or the parts of a mixture."""
-    return [one for part in as_buffer(buffer).members for one in _parts(part)] or [buffer]
+    members = as_buffer(buffer).members
+    return [part for member in members for part in _parts(member)] or [buffer]
 
 
 def _checked(buffer: Any) -> Any:
@@ -143,8 +141,8 @@ def _checked(buffer: Any) -> Any:
         ValueError: If it cannot be drawn.
     """
     if not is_created(buffer):
-        one = "jax.tree.map(lambda leaf: leaf[0], buffer.shards)"
-        advice = {Sharded: f"; plot one shard: {one}", Hosted: "; plot buffer.buffer"}
+        shard = "jax.tree.map(lambda leaf: leaf[0], buffer.shards)"
+        advice = {Sharded: f"; plot one shard: {shard}", Hosted: "; plot buffer.buffer"}
         raise ValueError(
             f"buffer is {checks.kind_of(buffer)}; expected an ItemBuffer, TrajectoryBuffer, Queue "
             f"or Mixture{advice.get(type(buffer), '')}"
@@ -167,50 +165,47 @@ def _checked(buffer: Any) -> Any:
 
 
 def _map(buffer: Any) -> _Map:
-    """Returns the ages of items by slot, or of steps by environment and place."""
+    """Returns the ages of items by slot, or of steps by environment and index in its ring."""
     if buffer.num_envs:
         rings = buffer.rings
-        position, held = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))
-        place = np.arange(buffer.length)[None]
-        age = (position[:, None] - 1 - place) % buffer.length
-        return _Map(age, age < held[:, None], position, "steps", "environment")
-    live, places = _live(buffer), buffer.occupancy.places
-    age = places.item_ages()
-    position = np.zeros(0) if places.next_place is None else np.asarray(places.next_place)[None]
-    known = age is not None
-    shown = np.asarray(age).astype(np.int64) if known else np.zeros(live.shape, np.int64)
-    return _Map(shown[None], live[None], position, "items", "", known)
+        cursor, num_steps = (np.asarray(x).astype(np.int64) for x in (rings.cursor, rings.held))
+        age = (cursor[:, None] - 1 - np.arange(buffer.length)) % buffer.length  # [E, T]
+        return _Map(age, age < num_steps[:, None], cursor, "steps", "environment")
+    live, occupancy = _live(buffer), buffer.occupancy.places
+    age, cursor = occupancy.item_ages(), occupancy.next_place
+    cursor = np.zeros(0) if cursor is None else np.asarray(cursor)[None]
+    shown = np.zeros(live.shape) if age is None else np.asarray(age)
+    return _Map(shown.astype(np.int64)[None], live[None], cursor, "items", "", age is not None)
 
 
-def _panels(buffer: Any) -> list[_Panel]:
+def _panels(buffer: Any, ages: _Map) -> list[_Panel]:
     """Returns the histograms that the buffer has values for."""
-    where = _map(buffer)
-    # Ages are spread evenly, or in two groups after others have retired: no mean describes them.
-    label = f"age ({where.unit} added since)"
-    ages = where.age[where.live]
-    found = [_Panel("ages", label, where.unit, ages, discrete=True, mean=False)]
-    found = found if where.known else []
+    panels: list[_Panel] = []
+    if ages.has_ages:
+        # Evenly spread, or in two groups after others have retired: no mean describes them.
+        label, values = f"age ({ages.unit} added since)", ages.age[ages.live]
+        panels.append(_Panel("ages", label, ages.unit, values, discrete=True, mean=False))
     live, unit, numbers = _live(buffer), buffer.drawn, buffer.by_slot()
     if "priority" in numbers:
         priority = np.asarray(numbers["priority"])
-        found.append(_Panel("priorities", "priority", unit, priority[live]))
+        panels.append(_Panel("priorities", "priority", unit, priority[live]))
     if "score" in numbers:
-        known = np.asarray(numbers["score"])[live]
-        finite = np.isfinite(known)
-        others = f" ({known.size - finite.sum()} infinite left out)" if not finite.all() else ""
-        found.append(_Panel("scores", f"score{others}", unit, known[finite]))
+        score = np.asarray(numbers["score"])[live]
+        finite = np.isfinite(score)
+        others = f" ({score.size - finite.sum()} infinite left out)" if not finite.all() else ""
+        panels.append(_Panel("scores", f"score{others}", unit, score[finite]))
     if buffer.freshness is not None:
         uses = np.asarray(buffer.freshness_state.uses)[: live.size]
         if buffer.freshness.max_use is not None or uses[live].any():
-            found.append(_Panel("use counts", "times used", unit, uses[live], discrete=True))
+            panels.append(_Panel("use counts", "times used", unit, uses[live], discrete=True))
         versions = np.asarray(buffer.freshness_state.versions)[: live.size].astype(np.int64)
         behind = int(buffer.freshness_state.version) - versions
         if buffer.freshness.max_staleness is not None or behind[live].any():
-            found.append(_Panel("staleness", "versions behind", unit, behind[live], discrete=True))
-    return found
+            panels.append(_Panel("staleness", "versions behind", unit, behind[live], discrete=True))
+    return panels
 
 
-def _live(buffer: Any) -> NDArray[Any]:
+def _live(buffer: Any) -> Bool[np.ndarray, " N"]:
     """Returns a mask of the slots that can be drawn."""
     occupancy = buffer.occupancy
     return np.asarray(occupancy.live(jnp.arange(occupancy.num_slots, dtype=jnp.int32)))
@@ -220,21 +215,23 @@ def _rows(panels: list[_Panel]) -> int:
     return math.ceil(len(panels) / _PANELS_PER_ROW)
 
 
-def _draw(figure: Any, where: _Map, panels: list[_Panel]) -> None:
+def _draw_buffer(figure: Any, buffer: Any, ages: _Map, panels: list[_Panel]) -> None:
+    size = f"{int(buffer.size):,} of {buffer.capacity:,} {buffer.unit}"
+    figure.suptitle(f"{type(buffer).__name__}: {size}")
     columns = min(max(len(panels), 1), _PANELS_PER_ROW)
     grid: Any = figure.add_gridspec(1 + _rows(panels), columns)
-    _draw_map(figure, figure.add_subplot(grid[0, :]), where)
+    _draw_map(figure, figure.add_subplot(grid[0, :]), ages)
     for i, panel in enumerate(panels):
         axes = figure.add_subplot(grid[1 + i // columns, i % columns])
         _draw_panel(axes, panel)
 
 
-def _draw_map(figure: Any, axes: Any, where: _Map) -> None:
-    rings, length = where.age.shape
-    age, share = _binned(where.age, where.live)
+def _draw_map(figure: Any, axes: Any, ages: _Map) -> None:
+    rings, length = ages.age.shape
+    age, share = _binned(ages.age, ages.live)
     image = axes.imshow(
         np.ma.masked_where(share == 0, age),
-        # Points of which only some slots are live, as after others have retired, are pale.
+        # A point is pale if only some of its slots are live.
         alpha=np.where(share > 0, 0.25 + 0.75 * share, 0.0),
         aspect="auto",
         interpolation="nearest",
@@ -243,14 +240,14 @@ def _draw_map(figure: Any, axes: Any, where: _Map) -> None:
         vmax=max(float(age.max(initial=0.0)), 1.0),
         extent=(0, length, rings - 0.5, -0.5),
     )
-    if where.known:
+    if ages.has_ages:
         bar = figure.colorbar(image, ax=axes, label="age", pad=0.01)
         bar.ax.yaxis.get_major_locator().set_params(integer=True)
     step = math.ceil(rings / _ROWS)
-    for top, position in enumerate(where.position.tolist()):
+    for top, cursor in enumerate(ages.cursor.tolist()):
         if top % step == 0:
-            axes.plot([position] * 2, [top - 0.5, top + step - 0.5], color="tab:red", lw=2)
-    if len(where.position):
+            axes.plot([cursor] * 2, [top - 0.5, top + step - 0.5], color="tab:red", lw=2)
+    if len(ages.cursor):
         axes.plot([], [], color="tab:red", lw=2, label="written next")
         # Above the axes, where it covers nothing.
         axes.legend(
@@ -260,11 +257,11 @@ def _draw_map(figure: Any, axes: Any, where: _Map) -> None:
             frameon=False,
             fontsize="small",
         )
-    what = "age" if where.known else where.unit
+    shown = "age" if ages.has_ages else ages.unit
     axes.set(
-        title=f"{what} by place" if where.ring else f"{what} by slot",
-        xlabel="place in the ring" if where.ring else "slot",
-        ylabel=where.ring,
+        title=f"{shown} by place" if ages.ring else f"{shown} by slot",
+        xlabel="place in the ring" if ages.ring else "slot",
+        ylabel=ages.ring,
         xlim=(0, length),
         ylim=(rings - 0.5, -0.5),
     )
@@ -287,12 +284,12 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
     bins = min(_BINS, 2 * math.ceil(math.sqrt(values.size)))
     if panel.discrete:
         # An item may be of a later version than the learner's, and then has a negative staleness.
-        first = min(0.0, low)
-        span = high + 1 - first
+        begin = min(0.0, low)
+        span = high + 1 - begin
         width = math.ceil(span / _BINS)
         # Bars of one integer are centered on it; wider ones begin at their first integer.
         shift = 0.5 if width == 1 else 0.0
-        edges = first + width * np.arange(math.ceil(span / width) + 1) - shift
+        edges = begin + width * np.arange(math.ceil(span / width) + 1) - shift
     elif low >= 0 and positive.size and high > 1000 * float(positive.min()):
         edges = np.geomspace(float(positive.min()), high, bins + 1)
         axes.set_xscale("log")
@@ -317,14 +314,16 @@ def _draw_panel(axes: Any, panel: _Panel) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _binned(age: NDArray[Any], live: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Returns the mean age at each point of the map, and the share of its places that are live."""
+def _binned(
+    age: Int[np.ndarray, "R N"], live: Bool[np.ndarray, "R N"]
+) -> tuple[Float[np.ndarray, "r n"], Float[np.ndarray, "r n"]]:
+    """Returns the mean age at each point of the map, and the share of its slots that are live."""
     rows, columns = (
         np.linspace(0, size, min(size, most) + 1).astype(int)[:-1]
         for size, most in zip(age.shape, (_ROWS, _COLUMNS), strict=True)
     )
 
-    def total(values: NDArray[Any]) -> NDArray[Any]:
+    def total(values: Float[np.ndarray, "R N"]) -> Float[np.ndarray, "r n"]:
         return np.add.reduceat(np.add.reduceat(values, columns, axis=1), rows, axis=0)
 
     count = total(live.astype(np.float64))

@@ -115,25 +115,25 @@ class Statistics(struct.PyTreeNode):
         check_sample("batch", batch)
         valid, values = batch.valid, _values(buffer, batch, priority)
         count = jnp.sum(valid, dtype=jnp.int32)
-        known = {name: values.get(name.split("_")[0]) for name in _COLUMNS}
+        columns = {name: values.get(name.split("_")[0]) for name in _COLUMNS}
         record = jnp.stack(
             [
                 jnp.float32(_UNKNOWN) if value is None else _reduce(name, value, valid)
-                for name, value in known.items()
+                for name, value in columns.items()
             ]
-        )[None]
-        some = count > 0
+        )[None]  # [1, 7]
+        has_rows = count > 0
         records = lax.stop_gradient(self.records)
         time, window = self.counters[0], records.shape[0]
-        place = (remainder(time, window).astype(jnp.int32), jnp.int32(0))
-        before = lax.dynamic_slice(records, place, (1, len(_COLUMNS)))
-        record = jnp.where(some, record, before)
+        index = (remainder(time, window).astype(jnp.int32), jnp.int32(0))
+        previous = lax.dynamic_slice(records, index, (1, len(_COLUMNS)))
+        record = jnp.where(has_rows, record, previous)
         return self.replace(
-            records=lax.dynamic_update_slice(records, record, place),
+            records=lax.dynamic_update_slice(records, record, index),
             counters=jnp.stack(
                 [
                     # A multiple of the window, so that the next record is always the oldest one.
-                    remainder(time + some.astype(jnp.uint32), (2**32 - 1) // window * window),
+                    remainder(time + has_rows.astype(jnp.uint32), (2**32 - 1) // window * window),
                     self.counters[1] + count.astype(jnp.uint32),
                     *self.counters[2:],
                 ]
@@ -164,9 +164,8 @@ class Statistics(struct.PyTreeNode):
         """
         buffer = _checked(buffer)
         sampled, size, adds, uses = (self.counters[..., i] for i in range(1, 5))
-        now = buffer.size.astype(jnp.uint32)
         pushed = buffer.counters[..., 0] - adds
-        removed = size + pushed - now
+        removed = size + pushed - buffer.size.astype(jnp.uint32)
         metrics = {
             "pushed": pushed,
             "sampled": sampled,
@@ -175,7 +174,7 @@ class Statistics(struct.PyTreeNode):
             "samples": self.counters[..., 0],
         }
         if _counts_uses(buffer):
-            # No use is lost: uses that the present items do not have belong to items that left.
+            # All uses are counted, so the uses that live items do not have are of removed items.
             used = (uses + sampled - _uses(buffer)).astype(jnp.float32)
             metrics["reuse_mean"] = used / jnp.maximum(removed, jnp.uint32(1)).astype(jnp.float32)
         watched = ["use", "staleness"] if buffer.freshness is not None else []
@@ -183,8 +182,8 @@ class Statistics(struct.PyTreeNode):
         for column, name in enumerate(_COLUMNS):
             if name.split("_")[0] in watched:
                 records = self.records[..., column]
-                known = records > _UNKNOWN
-                metrics[name] = jnp.where(jnp.any(known), _reduce(name, records, known), 0.0)
+                recorded = records > _UNKNOWN
+                metrics[name] = jnp.where(jnp.any(recorded), _reduce(name, records, recorded), 0.0)
         return metrics
 
     def next_period(self, buffer: Any) -> Self:
@@ -197,10 +196,10 @@ class Statistics(struct.PyTreeNode):
 
 
 def _checked(buffer: Any) -> Any:
-    """Returns a buffer that counts its items, with its leaves as jax arrays.
+    """Returns a buffer with its leaves as jax arrays.
 
     Raises:
-        ValueError: If it is a ``Mixture``, whose parts do, or not a buffer.
+        ValueError: If it is a ``Mixture``, or not a buffer.
     """
     if as_buffer(buffer).members:
         raise ValueError(
@@ -217,14 +216,13 @@ def _checked(buffer: Any) -> Any:
 
 def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 5"]:
     buffer = _checked(buffer)
-    size = buffer.size.astype(jnp.uint32)
-    nothing = jnp.uint32(0)
-    uses = _uses(buffer) if _counts_uses(buffer) else nothing
-    return jnp.stack([time, nothing, size, buffer.counters[..., 0], uses])
+    size, zero = buffer.size.astype(jnp.uint32), jnp.uint32(0)
+    uses = _uses(buffer) if _counts_uses(buffer) else zero
+    return jnp.stack([time, zero, size, buffer.counters[..., 0], uses])
 
 
 def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array, " B"]]:
-    """Returns the values to record of each row."""
+    """Returns the values to record for each row, by the first word of their columns' names."""
     values: dict[str, Array] = {}
     if buffer.freshness is not None:
         use, staleness = (known(buffer, name, batch.slots) for name in ("use_count", "staleness"))
@@ -246,17 +244,17 @@ def _counts_uses(buffer: Any) -> bool:
 
 
 def _uses(buffer: ItemBuffer) -> UInt[Array, ""]:
-    """Returns the total use count of the items that are held."""
+    """Returns the total use count of the live items."""
     live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
     uses = buffer.freshness_state.uses[: buffer.capacity].astype(jnp.uint32)
     return jnp.sum(jnp.where(live, uses, jnp.uint32(0)), dtype=jnp.uint32)
 
 
-def _reduce(name: str, values: Float[Array, " N"], known: Bool[Array, " N"]) -> Array:
-    """Returns the mean, maximum or minimum of the known values."""
+def _reduce(name: str, values: Float[Array, " N"], mask: Bool[Array, " N"]) -> Array:
+    """Returns the mean, maximum or minimum of the masked values, depending on the column."""
     if name.endswith("_max"):
-        return jnp.max(values, where=known, initial=-jnp.inf)
+        return jnp.max(values, where=mask, initial=-jnp.inf)
     if name.endswith("_min"):
-        return jnp.min(values, where=known, initial=jnp.inf)
-    count = jnp.maximum(jnp.sum(known, dtype=jnp.int32), 1).astype(jnp.float32)
-    return jnp.sum(jnp.where(known, values / count, 0.0))
+        return jnp.min(values, where=mask, initial=jnp.inf)
+    count = jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1).astype(jnp.float32)
+    return jnp.sum(jnp.where(mask, values / count, 0.0))
