@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.options import check_options
@@ -16,11 +16,11 @@ from jaxbuf.core import storage, trees
 from jaxbuf.core.donation import check_single
 from jaxbuf.testing.structures import check_concrete, fetched, report
 
-# The number of missing and of unexpected items that a message shows.
+# The most missing items, and the most unexpected ones, that a message shows.
 _SHOWN = 4
 
 
-def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
+def assert_holds(buffer: object, items: PyTree[Array]) -> None:
     """Checks that a buffer holds exactly these items, in any order.
 
     An item that is in the buffer twice must be expected twice. Numbers are compared bit for bit,
@@ -49,45 +49,40 @@ def assert_holds(buffer: Any, items: PyTree[Array]) -> None:
           not expected: {'x': 3}
     """
     check_concrete(buffer, "buffer")
-    parts = list(_parts(buffer))
-    wanted: Any = items
+    parts, checked = list(_parts(buffer)), items
     for part in parts:
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), part.example)
-        wanted, _ = storage.check(rows, items, "items", ("n",))
-    expected, shown = _count(wanted)
-    there, also_shown = collections.Counter[bytes](), dict[Any, Any]()
+        checked, _ = storage.check(rows, items, "items", ("n",))
+    expected, names = _count(checked)
+    actual = collections.Counter[bytes]()
     for part in parts:
-        held, names = _count(_held(part))
-        there, also_shown = there + held, also_shown | names
-    names = {**shown, **also_shown}
+        counts, part_names = _count(_contents(part))
+        actual, names = actual + counts, names | part_names
     problems = [
-        *_list("missing", expected - there, names),
-        *_list("not expected", there - expected, names),
+        *_list("missing", expected - actual, names),
+        *_list("not expected", actual - expected, names),
     ]
     kind = "steps" if any(part.unit == "steps" for part in parts) else "items"
-    title = (
-        f"buffer holds {sum(there.values())} {kind}, which are not the {sum(expected.values())} "
-        "expected:"
-    )
+    title = f"buffer holds {actual.total()} {kind}, which are not the {expected.total()} expected:"
     report(title, problems)
 
 
-def _parts(buffer: Any) -> Iterator[Any]:
+def _parts(buffer: object) -> Iterator[Any]:
     """Yields the buffers that hold the items: each part of a mixture, and each shard."""
-    one, count = as_buffer(buffer).inside()
-    members = as_buffer(one).members
+    inner, count = as_buffer(buffer).inside()
+    members = as_buffer(inner).members
     for part in members:
         yield from _parts(part)
     if count:
-        shards = fetched(one)
+        shards = fetched(inner)
         for i in range(count):
-            yield trees.on_device(jax.tree.map(lambda leaf, at=i: leaf[at], shards))
+            yield trees.on_device(jax.tree.map(lambda leaf, i=i: leaf[i], shards))
     elif not members:
-        check_options(one, "add", {})
-        yield check_single(one)
+        check_options(inner, "add", {})
+        yield check_single(inner)
 
 
-def _held(buffer: Any) -> PyTree[Array]:
+def _contents(buffer: Any) -> PyTree[Array]:
     """Returns the contents of the buffer, leaves ``[n, ...]``."""
     if buffer.num_envs:
         steps = buffer.gather_all(ignore_earliest=False)
@@ -98,40 +93,42 @@ def _held(buffer: Any) -> PyTree[Array]:
     return jax.tree.map(lambda leaf: leaf[live], buffer.data)
 
 
-def _numbers(leaf: Any) -> np.ndarray[Any, Any]:
-    """Returns the numbers of a leaf; those of a PRNG key are its words."""
+def _numbers(leaf: Array) -> Shaped[np.ndarray, "..."]:
+    """Returns a leaf as an array of numbers; a PRNG key as its words."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf)
 
 
-def _count(items: PyTree[Array]) -> tuple[collections.Counter[bytes], dict[Any, Any]]:
-    """Counts items by their bytes, and returns the items of these bytes for messages."""
+def _count(items: PyTree[Array]) -> tuple[collections.Counter[bytes], dict[bytes, PyTree]]:
+    """Counts items by their bytes, and returns the items with these bytes for messages."""
     leaves, structure = jax.tree.flatten(jax.tree.map(_numbers, items))
-    rows = leaves[0].shape[0]
+    count = leaves[0].shape[0]
     # Zeros and NaNs may have different bits.
-    plain = [
+    canonical = [
         np.where(leaf != leaf, leaf.dtype.type(np.nan), leaf + leaf.dtype.type(0))
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
         else leaf
         for leaf in leaves
     ]
     flat = [
-        np.ascontiguousarray(leaf).reshape(rows, math.prod(leaf.shape[1:])).view(np.uint8)
-        for leaf in plain
+        np.ascontiguousarray(leaf).reshape(count, math.prod(leaf.shape[1:])).view(np.uint8)
+        for leaf in canonical
     ]
     keys = [row.tobytes() for row in np.concatenate(flat, axis=1)]
-    shown = {
+    names = {
         key: jax.tree.unflatten(structure, [leaf[i].tolist() for leaf in leaves])
         for i, key in enumerate(keys)
     }
-    return collections.Counter(keys), shown
+    return collections.Counter(keys), names
 
 
-def _list(what: str, items: collections.Counter[bytes], names: dict[Any, Any]) -> list[str]:
-    some = [
-        f"{what}: {f'{times} × ' if times > 1 else ''}{names[key]}"
-        for key, times in list(items.items())[:_SHOWN]
-    ]
-    rest = items.total() - sum(list(items.values())[:_SHOWN])
-    return [*some, *([f"{what}: {rest} more"] if rest else [])]
+def _list(
+    label: str, items: collections.Counter[bytes], names: dict[bytes, PyTree]
+) -> Iterator[str]:
+    """Yields a line for each of the first items, and one for the number of others."""
+    for key, times in list(items.items())[:_SHOWN]:
+        yield f"{label}: {f'{times} × ' if times > 1 else ''}{names[key]}"
+    others = items.total() - sum(list(items.values())[:_SHOWN])
+    if others:
+        yield f"{label}: {others} more"

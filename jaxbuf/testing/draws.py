@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import gammaincc
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Float64, Int, PRNGKeyArray
 
 from jaxbuf.buffers.arguments import check_batch_size
 from jaxbuf.buffers.buffer import as_buffer
@@ -19,8 +19,8 @@ from jaxbuf.testing.structures import check_concrete, report
 
 # The number of samples drawn at a time: each may need as much memory as the buffer.
 _AT_ONCE = 500
-# The chi-square test needs expected counts of at least this many; rarer slots share a cell.
-_FEW = 5.0
+# The chi-square test needs an expected count of at least this in each cell; rarer slots share one.
+_LEAST_COUNT = 5.0
 
 
 def assert_distribution(
@@ -72,86 +72,88 @@ def assert_distribution(
           slot 2 was drawn ... times of 20000; expected 10000.0
     """
     check_concrete(buffer, "buffer")
-    known = as_buffer(buffer)
-    if not known.runs_in_programs:
-        # Its draws are those of the buffer inside, all of which are one program.
-        buffer, _ = known.inside()
+    if not as_buffer(buffer).runs_in_programs:
+        # The buffer inside draws the same, and all draws of it are one program.
+        buffer, _ = as_buffer(buffer).inside()
     check_key(key)
     draws = check_count("draws", draws)
     batch_size = check_batch_size(batch_size)
     significance = checks.check_number(
         "significance", significance, "a number between 0 and 1", lambda x: 0 < x < 1
     )
-    slots = as_buffer(buffer).num_slots
-    law = _check_law(expected, slots)
+    num_slots = as_buffer(buffer).num_slots
+    probability = _check_distribution(expected, num_slots)
     total = draws * batch_size
-    often = law * total
-    cell = _cells(often)
-    if np.sum(law > 0) > 1 and cell.max() == 0:
+    mean = probability * total  # [N]
+    cell = _cells(mean)
+    if np.sum(probability > 0) > 1 and cell.max() == 0:
         raise ValueError(f"draws is {draws}; too few to tell slots apart, draw more")
 
-    counts = np.asarray(_draw(buffer, key, slots, draws, batch_size), np.int64)
+    counts = np.asarray(_count_draws(buffer, key, num_slots, draws, batch_size), np.int64)
     invalid, counts = counts[-1], counts[:-1]
     problems: list[str] = []
     if invalid:
         problems.append(f"{invalid} of {total} rows are invalid; expected none")
-    for slot in np.flatnonzero((law == 0) & (counts > 0)):
+    for slot in np.flatnonzero((probability == 0) & (counts > 0)):
         problems.append(f"slot {slot} was drawn {counts[slot]} times of {total}; expected never")
     report("buffer does not draw as expected:", problems)
 
-    wanted = np.bincount(cell, often)
-    got = np.bincount(cell, counts)
-    chi_square = float(np.sum((got - wanted) ** 2 / wanted))
-    p = float(gammaincc(jnp.float32((wanted.size - 1) / 2), jnp.float32(chi_square / 2)))
-    if wanted.size > 1 and p < significance:
-        far = np.argsort(-(np.abs(counts - often) / np.sqrt(np.maximum(often, 1.0))), kind="stable")
+    expected_counts = np.bincount(cell, mean)
+    cell_counts = np.bincount(cell, counts)
+    chi_square = float(np.sum((cell_counts - expected_counts) ** 2 / expected_counts))
+    half = jnp.float32((expected_counts.size - 1) / 2)
+    p = float(gammaincc(half, jnp.float32(chi_square / 2)))
+    if expected_counts.size > 1 and p < significance:
+        deviation = np.abs(counts - mean) / np.sqrt(np.maximum(mean, 1.0))
+        farthest = np.argsort(-deviation, kind="stable")
         problems = [
-            f"slot {slot} was drawn {counts[slot]} times of {total}; expected {often[slot]:.1f}"
-            for slot in sorted(far[: min(4, np.sum(law > 0))])
+            f"slot {slot} was drawn {counts[slot]} times of {total}; expected {mean[slot]:.1f}"
+            for slot in sorted(farthest[: min(4, np.sum(probability > 0))])
         ]
         title = f"buffer does not draw as expected (p = {p:.2g}, significance {significance:g}):"
         report(title, problems)
 
 
-def _check_law(expected: Any, slots: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _check_distribution(expected: Float[Array, " N"], num_slots: int) -> Float64[np.ndarray, " N"]:
     """Returns the probability of each slot.
 
     Raises:
         ValueError: If ``expected`` is not a distribution over the slots.
     """
-    law = np.asarray(expected, np.float64)
-    if law.shape != (slots,):
-        raise ValueError(f"expected has shape {law.shape}; there are {slots} slots")
-    legal = bool(np.all((law >= 0) & (law <= 1.001)))
-    if not legal or not math.isclose(float(law.sum()), 1.0, rel_tol=1e-3):
+    probability = np.asarray(expected, np.float64)
+    if probability.shape != (num_slots,):
+        raise ValueError(f"expected has shape {probability.shape}; there are {num_slots} slots")
+    legal = bool(np.all((probability >= 0) & (probability <= 1.001)))
+    total = float(probability.sum())
+    if not legal or not math.isclose(total, 1.0, rel_tol=1e-3):
         raise ValueError(
-            f"expected sums to {law.sum():g}, from {law.min():g} to {law.max():g}; give "
-            "probabilities that sum to 1"
+            f"expected sums to {total:g}, from {probability.min():g} to {probability.max():g}; "
+            "give probabilities that sum to 1"
         )
-    return law / law.sum()
+    return probability / total
 
 
-def _cells(often: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _cells(mean: Float64[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
     """Returns the cell of the test for each slot. Rare slots share a cell."""
-    order = np.argsort(often, kind="stable")
-    cell, held = np.zeros(often.size, np.int64), 0.0
-    last = 0
-    for slot in order:
+    cell, last, count = np.zeros(mean.size, np.int64), 0, 0.0
+    for slot in np.argsort(mean, kind="stable"):
         cell[slot] = last
-        held += float(often[slot])
-        if held >= _FEW:
-            last, held = last + 1, 0.0
+        count += float(mean[slot])
+        if count >= _LEAST_COUNT:
+            last, count = last + 1, 0.0
     # The remaining slots are too few for their own cell, and join the last one.
     return np.minimum(cell, max(last - 1, 0))
 
 
-@functools.partial(jax.jit, static_argnames=("slots", "draws", "batch_size"))
-def _draw(buffer: Any, key: PRNGKeyArray, slots: int, draws: int, batch_size: int) -> Array:
+@functools.partial(jax.jit, static_argnames=("num_slots", "draws", "batch_size"))
+def _count_draws(
+    buffer: Any, key: PRNGKeyArray, num_slots: int, draws: int, batch_size: int
+) -> Int[Array, " N+1"]:
     """Counts the draws of each slot and, as the last number, invalid rows."""
 
-    def draw(key: PRNGKeyArray) -> Array:
+    def draw(key: PRNGKeyArray) -> Int[Array, " B"]:
         sample = buffer.sample(key, batch_size)
-        return jnp.where(sample.valid, sample.slots.index, slots)
+        return jnp.where(sample.valid, sample.slots.index, num_slots)
 
     index = jax.lax.map(draw, jax.random.split(key, draws), batch_size=min(_AT_ONCE, draws))
-    return jnp.zeros((slots + 1,), jnp.int32).at[index.reshape(-1)].add(1)
+    return jnp.zeros((num_slots + 1,), jnp.int32).at[index.reshape(-1)].add(1)

@@ -38,8 +38,8 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> list[str]:
         """The computations that it calls."""
-        found = [several or one for several, one in _CALLED.findall(self.rest)]
-        return [name for names in found for name in re.findall(r"[\w.\-]+", names)]
+        matches = [several or single for several, single in _CALLED.findall(self.rest)]
+        return [name for names in matches for name in re.findall(r"[\w.\-]+", names)]
 
 
 class Copy(NamedTuple):
@@ -59,20 +59,20 @@ class Copy(NamedTuple):
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations of a program by name, and the name of the first one to run."""
+    """Returns the computations of a program by name, and the name of the first one to run."""
     computations: dict[str, list[Instruction]] = {}
     entry, inside = "", list[Instruction]()
     for line in text.splitlines():
         if begins := _COMPUTATION.match(line):
             inside = computations.setdefault(begins[2], [])
             entry = begins[2] if begins[1] else entry
-        elif found := _INSTRUCTION.match(line):
-            inside.append(Instruction(found[2], bool(found[1]), *found.groups()[2:]))
+        elif match := _INSTRUCTION.match(line):
+            inside.append(Instruction(match[2], bool(match[1]), *match.groups()[2:]))
     return computations, entry
 
 
 def copies(text: str, smallest: int) -> list[Copy]:
-    """The copies of arrays of at least ``smallest`` bytes; see also ``typed_copies``.
+    """Returns the copies of arrays of at least ``smallest`` bytes; see also ``typed_copies``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -84,7 +84,7 @@ def copies(text: str, smallest: int) -> list[Copy]:
 
 
 def typed_copies(text: str, smallest: int) -> list[tuple[str, Copy]]:
-    """The copies of arrays of at least ``smallest`` bytes, each with its dtype in the text."""
+    """Returns the copies of at least ``smallest`` bytes, each with its dtype in the text."""
     computations, _ = parse(text)
     callers = {
         name: (caller, instruction.opcode)
@@ -92,18 +92,18 @@ def typed_copies(text: str, smallest: int) -> list[tuple[str, Copy]]:
         for instruction in instructions
         for name in instruction.called
     }
-    found: list[tuple[str, Copy]] = []
+    typed: list[tuple[str, Copy]] = []
     for name, instructions in computations.items():
         around = list(_around(name, callers))
         for instruction in instructions:
             shape, nbytes = size(instruction)
             copied = instruction.opcode in ("copy", "copy-start") and nbytes >= smallest
-            # What a fusion computes on its way is never stored.
+            # The intermediate results of a fusion are never stored.
             if copied and not (around[:1] == ["fusion"] and not stored(instruction, instructions)):
                 dtype = instruction.type.lstrip("(").partition("[")[0]
                 copy = Copy(shape, nbytes, "while" in around, "conditional" in around)
-                found.append((dtype, copy))
-    return found
+                typed.append((dtype, copy))
+    return typed
 
 
 def stored(instruction: Instruction, instructions: Sequence[Instruction]) -> bool:
@@ -114,17 +114,17 @@ def stored(instruction: Instruction, instructions: Sequence[Instruction]) -> boo
 
 
 def size(instruction: Instruction) -> tuple[tuple[int, ...], int]:
-    """The shape and the bytes of an array; of a tuple those of its first one."""
-    found = _ARRAY.match(instruction.type)
-    if found is None:
+    """Returns the shape and the bytes of an array, or of the first array of a tuple."""
+    match = _ARRAY.match(instruction.type)
+    if match is None:
         return (), 0
-    shape = tuple(int(axis) for axis in found[2].split(",") if axis)
-    bits = _BITS.search(found[1])
+    shape = tuple(int(axis) for axis in match[2].split(",") if axis)
+    bits = _BITS.search(match[1])
     return shape, -(-math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
 
 
 def _around(name: str, callers: Mapping[str, tuple[str, str]]) -> list[str]:
-    """The opcodes of the instructions around a computation, from the inside out."""
+    """Returns the opcodes of the instructions around a computation, from the inside out."""
     opcodes: list[str] = []
     while name in callers:
         name, opcode = callers[name]

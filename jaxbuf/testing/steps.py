@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxbuf.core.problems import differing
 from jaxbuf.core.sizes import check_count, format_bytes
@@ -62,20 +63,20 @@ def assert_no_copy(
             f"buffer has no leaf of {smallest} bytes or more, so that nothing would be checked; "
             "pass a larger one, such as jax.eval_shape makes, or another smallest"
         )
-    problems = {leaf.name: _says(leaf) for leaf in large if leaf.fate == "copied"}
-    for dtype, copy in sorted(typed_copies(program, smallest), key=lambda one: -one[1].nbytes):
-        # The program tells the dtype and the shape of a copy, but not the leaf.
+    problems = {leaf.name: _describe(leaf) for leaf in large if leaf.fate == "copied"}
+    for dtype, copy in sorted(typed_copies(program, smallest), key=lambda pair: -pair[1].nbytes):
+        # The program has the dtype and the shape of a copy, but not the leaf.
         alike = [leaf for leaf in large if leaf.may_be(dtype, copy.shape)]
-        often = " in each step of a loop" if copy.in_loop else ""
+        suffix = " in each step of a loop" if copy.in_loop else ""
         if alike:
             names = " or ".join(leaf.name for leaf in alike)
-            problems[names] = _says(alike[0], names) + often
+            problems[names] = _describe(alike[0], names) + suffix
     if problems:
         title = "the step copies what it could update in place:"
         report(title, [*problems.values(), memory.advice or ORDER])
 
 
-def _says(leaf: LeafMemory, names: str = "") -> str:
+def _describe(leaf: LeafMemory, names: str = "") -> str:
     return f"{names or leaf.name} ({format_bytes(leaf.nbytes)}) is copied"
 
 
@@ -122,17 +123,17 @@ def assert_resumes(
     steps = check_count("steps", steps, least=2)
     half = steps // 2
 
-    def run(state: Any, count: int) -> tuple[Any, list[Any]]:
+    def run(state: PyTree, count: int) -> tuple[PyTree, list[PyTree]]:
         # A copy, which may be donated.
         arrays = jax.Array | np.ndarray
         state = jax.tree.map(lambda x: x.copy() if isinstance(x, arrays) else x, state)
-        outputs: list[Any] = []
+        outputs: list[PyTree] = []
         for _ in range(count):
             state, output = _split(step(state, *args), state)
             outputs.append(output)
         return state, outputs
 
-    middle, first = run(buffer, half)
+    middle, outputs = run(buffer, half)
     with tempfile.TemporaryDirectory() as temporary:
         folder = temporary if path is None else path
         try:
@@ -140,28 +141,29 @@ def assert_resumes(
             loaded = load(folder, like=buffer)
         except ValueError as error:
             raise AssertionError(f"a state after {half} steps does not load: {error}") from error
-    end, second = run(loaded, steps - half)
-    whole = run(buffer, steps)
-    problems = _differences(whole, (end, [*first, *second]))
+    end, later_outputs = run(loaded, steps - half)
+    uninterrupted = run(buffer, steps)
+    problems = _differences((end, [*outputs, *later_outputs]), uninterrupted)
     if problems:
         title = f"the run that was loaded after {half} of {steps} steps ends in another way:"
-        if _differences(whole, run(buffer, steps)):
+        if _differences(run(buffer, steps), uninterrupted):
             title = "the step does not do the same each time, with or without a checkpoint:"
         report(title, problems)
 
 
-def _split(result: Any, state: Any) -> tuple[Any, Any]:
+def _split(result: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Splits the result of a step into the next state and its other results."""
     if isinstance(result, tuple) and jax.tree.structure(result) != jax.tree.structure(state):
-        after: tuple[Any, ...] = result
-        return after[0], after[1:]
+        return result[0], result[1:]
     return result, ()
 
 
-def _differences(whole: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> list[str]:
+def _differences(
+    run: tuple[PyTree, list[PyTree]], expected: tuple[PyTree, list[PyTree]]
+) -> list[str]:
     problems: list[str] = []
-    for name, one, two in zip(("buffer", "outputs"), other, whole, strict=True):
-        if jax.tree.structure(one) != jax.tree.structure(two):
+    for name, tree, like in zip(("buffer", "outputs"), run, expected, strict=True):
+        if jax.tree.structure(tree) != jax.tree.structure(like):
             return [f"{name} is not built as before"]
-        problems += differing(name, one, two, "as without a checkpoint")
+        problems += differing(name, tree, like, "as without a checkpoint")
     return problems

@@ -6,11 +6,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxbuf.core.donation import check_not_donated
 
 
-def check_concrete(tree: Any, name: str) -> None:
+def check_concrete(tree: PyTree, name: str) -> None:
     """Refuses trees without numbers.
 
     Raises:
@@ -23,7 +24,7 @@ def check_concrete(tree: Any, name: str) -> None:
             raise ValueError(f"{name} is {kind}; call this with arrays, outside of jax.jit")
 
 
-def fetched(tree: Any) -> Any:
+def fetched(tree: PyTree) -> PyTree:
     """Returns the tree with its arrays on the host, but PRNG keys on one device."""
 
     def fetch(leaf: Any) -> Any:
@@ -42,5 +43,5 @@ def report(title: str, problems: list[str], most: int = 8) -> None:
         AssertionError: If there are any. It lists the first of them.
     """
     if problems:
-        more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-        raise AssertionError("\n  ".join([title, *problems[:most], *more]))
+        others = [f"and {len(problems) - most} more"] if len(problems) > most else []
+        raise AssertionError("\n  ".join([title, *problems[:most], *others]))
