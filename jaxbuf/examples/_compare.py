@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -19,12 +19,12 @@ CHUNKS = 50
 class Agent(Protocol):
     """An agent in two variants or more, whose training is pure functions of a state."""
 
-    def init(self, key: PRNGKeyArray, variant: Float[Array, ""], /) -> Any:
+    def init(self, key: PRNGKeyArray, variant: Float[Array, ""], /) -> PyTree:
         """Returns the state at the start; its ``step`` is the number of steps so far."""
         ...
 
-    def train(self, state: Any, length: int) -> tuple[Any, dict[str, Array]]:
-        """Trains for so many iterations; returns the next state, and metrics to log."""
+    def train(self, state: PyTree, length: int) -> tuple[PyTree, dict[str, Array]]:
+        """Trains for ``length`` iterations; returns the next state, and metrics to log."""
         ...
 
 
@@ -43,7 +43,7 @@ def compare(
     run: _run.Run[Any],
     agent: Agent,
     variants: Mapping[str, float],
-    what: str,
+    metric: str,
     *,
     size: int,
     title: str,
@@ -58,7 +58,7 @@ def compare(
             and ``steps``, the number of steps of each seed.
         agent: The agent; hashable.
         variants: The number that ``agent.init`` gets, by the name of the variant.
-        what: The name of the metric to compare.
+        metric: The name of the metric to compare.
         size: Number of steps in an iteration.
         title: The title of the picture.
     """
@@ -68,12 +68,12 @@ def compare(
     numbers = jnp.asarray([*variants.values()], jnp.float32)
     state = run.begin(init, run.keys, numbers)
 
-    def next_chunk(state: Any) -> tuple[Any, dict[str, Any], str]:
+    def next_chunk(state: PyTree) -> tuple[PyTree, dict[str, PyTree], str]:
         state, metrics = chunk(state)
-        means = np.mean(metrics[what], axis=1)
+        means = np.mean(metrics[metric], axis=1)
         shown = ", ".join(f"{mean:.2f} {v}" for v, mean in zip(variants, means, strict=True))
         logged = {k: dict(zip(variants, v, strict=True)) for k, v in metrics.items()}
-        return state, logged, f"{what} {shown}"
+        return state, logged, f"{metric} {shown}"
 
     run.train(
         state,
@@ -84,9 +84,9 @@ def compare(
         unit="steps",
         rows=len(variants) * config.seeds,
     )
-    step, curves = run.logged("step"), {name: run.logged(f"{what}/{name}") for name in variants}
-    picture = run.out / f"{what}.png"
-    _run.plot(picture, step, curves, title=title, xlabel="steps per seed", ylabel=what)
+    step, curves = run.logged("step"), {name: run.logged(f"{metric}/{name}") for name in variants}
+    picture = run.out / f"{metric}.png"
+    _run.plot(picture, step, curves, title=title, xlabel="steps per seed", ylabel=metric)
     columns = {name: _run.cells(_run.late(curve), "{:.2f}") for name, curve in curves.items()}
     columns["steps"] = [""] * config.seeds + [f"{step[-1]:,.0f}"]
     run.report(picture.name, columns)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -107,28 +107,28 @@ class GFlowNet:
         """The forward policy."""
         return Policy(self.grid.height, self.grid.num_actions, self.hidden)
 
-    def init(self, key: PRNGKeyArray) -> Any:
+    def init(self, key: PRNGKeyArray) -> PyTree:
         """Returns parameters of a policy that takes all legal actions with the same probability."""
         origin = jnp.zeros(self.grid.dims, jnp.int32)
         return {"policy": self.network.init(key, origin), "log_z": jnp.float32(0)}
 
-    def log_policy(self, params: Any, states: Int[Array, "... D"]) -> Float[Array, "... A"]:
+    def log_policy(self, params: PyTree, states: Int[Array, "... D"]) -> Float[Array, "... A"]:
         """Returns the log probability of each action; −inf for an illegal one."""
-        logits: Any = self.network.apply(params["policy"], states)
+        logits: PyTree = self.network.apply(params["policy"], states)
         return jax.nn.log_softmax(jnp.where(self.grid.legal(states), logits, -jnp.inf))
 
     def rollout(
-        self, params: Any, key: PRNGKeyArray, count: int, exploration: float
+        self, params: PyTree, key: PRNGKeyArray, count: int, exploration: float
     ) -> Trajectories:
         """Returns ``count`` padded trajectories with a share ``exploration`` of random actions."""
         grid = self.grid
 
-        def forward(carry: tuple[Array, Array], point: Array) -> tuple[tuple[Array, Array], Any]:
+        def forward(carry: tuple[Array, Array], point: Array) -> tuple[tuple[Array, Array], PyTree]:
             state, running = carry
             mass = jnp.exp(self.log_policy(params, state))
             legal = grid.legal(state).astype(jnp.float32)
-            anything = legal / jnp.sum(legal, axis=-1, keepdims=True)
-            action = pick(point, mass + exploration * (anything - mass))
+            uniform = legal / jnp.sum(legal, axis=-1, keepdims=True)
+            action = pick(point, mass + exploration * (uniform - mass))
             action = jnp.where(running, action, grid.dims)
             after = (grid.step(state, action), running & (action < grid.dims))
             return after, (state, action, running)
@@ -139,17 +139,17 @@ class GFlowNet:
         lengths = jnp.sum(running, axis=0, dtype=jnp.int32)
         return Trajectories(jnp.swapaxes(states, 0, 1), actions.T, lengths)
 
-    def imbalance(self, params: Any, trajectories: Trajectories) -> Float[Array, " B"]:
-        """Returns how far each trajectory's log flow is from balance; the loss is its square."""
+    def imbalance(self, params: PyTree, trajectories: Trajectories) -> Float[Array, " B"]:
+        """Returns the log ratio of each trajectory's forward and backward flow; 0 is balance."""
         log_policy = self.log_policy(params, trajectories.states)
-        taken = jnp.take_along_axis(log_policy, trajectories.actions[..., None], axis=-1)[..., 0]
-        log_forward = jnp.sum(jnp.where(trajectories.mask, taken, 0.0), axis=1)
+        log_prob = jnp.take_along_axis(log_policy, trajectories.actions[..., None], axis=-1)[..., 0]
+        log_forward = jnp.sum(jnp.where(trajectories.mask, log_prob, 0.0), axis=1)
         # The padding repeats the state in which a trajectory stopped.
         log_reward = self.grid.log_reward(trajectories.states[:, -1])
         log_backward = self.grid.log_backward(trajectories)
         return params["log_z"] + log_forward - log_reward - log_backward
 
-    def stopping_distribution(self, params: Any) -> Float[Array, " N"]:
+    def stopping_distribution(self, params: PyTree) -> Float[Array, " N"]:
         """Returns the exact distribution of the terminal states of the policy."""
         return self.grid.stopping_distribution(self.log_policy(params, self.grid.states()))
 
@@ -157,7 +157,7 @@ class GFlowNet:
 class TrainState(struct.PyTreeNode):
     """The state that training changes."""
 
-    params: Any
+    params: PyTree
     opt_state: optax.OptState
     buffer: jaxbuf.ItemBuffer | None  # terminal states
     found: Int[Array, " M"]  # the fresh trajectory that first reached each mode, or NEVER
@@ -246,13 +246,13 @@ class Agent:
             )
             valid = jnp.concatenate([valid, batch.valid])
 
-        def loss_fn(params: Any) -> Float[Array, ""]:
+        def loss_fn(params: PyTree) -> Float[Array, ""]:
             loss = self.gflownet.imbalance(params, trajectories) ** 2
             # Fresh trajectories are always valid, so the mean is over at least one row.
             return jnp.mean(loss, where=valid)
 
         grads = jax.grad(loss_fn)(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
+        params: PyTree = optax.apply_updates(state.params, updates)
         fresh, step = state.fresh + self.fresh, state.step + 1
         return TrainState(params, opt_state, buffer, found, fresh, step, key), last

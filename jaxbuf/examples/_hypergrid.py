@@ -118,7 +118,7 @@ class HyperGrid:
     def mode(self, states: Int[Array, "... D"]) -> Int[Array, "..."]:
         """Returns the number of the mode that a state is in, or M if it is in none.
 
-        Bit d of the number tells on which side of the middle coordinate d is.
+        Bit d of the number is 1 if coordinate d is above the middle.
         """
         span = self.height - 1
         inside = jnp.all(_near(5 * self._off_center(states), 3 * span, 4 * span), axis=-1)
@@ -167,15 +167,15 @@ class HyperGrid:
         steps = jnp.arange(self.max_length, dtype=jnp.int32)
         point = jax.random.uniform(key, (self.max_length, states.shape[0]))
 
-        def back(state: Array, at: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-            step, point = at
+        def back(state: Array, inputs: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+            step, point = inputs
             coordinate = pick(point, (state > 0).astype(jnp.float32))
             action = jnp.where(step < length - 1, coordinate, self.dims)
             state = state - jax.nn.one_hot(action, self.dims, dtype=jnp.int32)
             return state, (state, action)
 
-        _, (before, actions) = jax.lax.scan(back, states, (steps, point), reverse=True)
-        return Trajectories(jnp.swapaxes(before, 0, 1), actions.T, length)
+        _, (states, actions) = jax.lax.scan(back, states, (steps, point), reverse=True)
+        return Trajectories(jnp.swapaxes(states, 0, 1), actions.T, length)
 
     def _off_center(self, states: Int[Array, "... D"]) -> Int[Array, "... D"]:
         # In units of half a step, which are integers, so that no bound is missed by rounding.

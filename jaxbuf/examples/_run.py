@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, Key, PyTree, Shaped
 from matplotlib.colors import TABLEAU_COLORS
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 import jaxbuf
@@ -60,7 +59,7 @@ class Run(Generic[Config]):
     def train(
         self,
         state: State,
-        chunk: Callable[[State], tuple[State, dict[str, Any], str]],
+        chunk: Callable[[State], tuple[State, dict[str, PyTree], str]],
         *,
         done: int,
         until: int,
@@ -90,17 +89,17 @@ class Run(Generic[Config]):
         if self.tensorboard or (self.out / "tensorboard").is_dir():
             writers.append(jaxbuf.TensorBoardWriter(self.out / "tensorboard"))
         total, resume_at = (done + chunks * size) * rows, done if self.resume else None
-        first = done * rows
-        shows: Any = {"unit": f" {unit}", "unit_scale": True}
+        shows: Any = {"unit": f" {unit}", "unit_scale": True, "total": total}
+        shows["initial"] = done * rows
         live, start, shown = sys.stderr.isatty(), time.perf_counter(), ""
         with (
             jaxbuf.Monitor(writers, resume_at=resume_at) as monitor,
-            tqdm(total=total, initial=first, dynamic_ncols=True, disable=not live, **shows) as bar,
+            tqdm(dynamic_ncols=True, disable=not live, **shows) as bar,
         ):
             for i in range(chunks):
                 began = time.perf_counter()
                 state, metrics, text = chunk(state)
-                # It is empty where no episode has ended meanwhile.
+                # It is empty if no episode has ended in this chunk.
                 shown = text or shown
                 done += size
                 monitor.write(done, metrics)
@@ -113,17 +112,17 @@ class Run(Generic[Config]):
                     jaxbuf.save(self.out / "checkpoint", state)
                     if not live:
                         shows |= {"elapsed": time.perf_counter() - start, "postfix": shown}
-                        line = tqdm.format_meter(n=done * rows, total=total, initial=first, **shows)
+                        line = tqdm.format_meter(n=done * rows, **shows)
                         print(line, file=sys.stderr, flush=True)
         return state, seconds
 
     @property
-    def keys(self) -> Any:
+    def keys(self) -> Key[Array, " S"]:
         """A key for each seed of the options, ``[seeds]``."""
         config: Any = self.config
         return jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
 
-    def begin(self, init: Callable[..., State], *args: Any) -> State:
+    def begin(self, init: Callable[..., State], *args: PyTree) -> State:
         """Returns ``init(*args)``, or the state in the checkpoint if the run is resumed."""
         return self.load(jax.eval_shape(init, *args)) if self.resume else init(*args)
 
@@ -134,7 +133,7 @@ class Run(Generic[Config]):
         except FileNotFoundError:
             fail(f"there is no checkpoint in {self.out}; start without --resume")
 
-    def logged(self, name: str) -> NDArray[np.float64]:
+    def logged(self, name: str) -> Float[np.ndarray, "P ..."]:
         """Returns all values logged under a name: numbers ``[P]``, or arrays ``[P, S]``."""
         with (self.out / "log.csv").open() as file:
             header, *rows = csv.reader(file)
@@ -143,11 +142,11 @@ class Run(Generic[Config]):
             return table[:, header.index(name)]
         return table[:, [i for i, column in enumerate(header) if column.startswith(f"{name}/")]]
 
-    def report(self, what: str, columns: Mapping[str, Sequence[str]]) -> None:
+    def report(self, picture: str, columns: Mapping[str, Sequence[str]]) -> None:
         """Prints a table with a row for each seed, and one for all of them.
 
         Args:
-            what: The name of the picture in the last line.
+            picture: The name of the picture in the last line.
             columns: The cells of each column, ``[seeds + 1]``; see ``cells``.
         """
         config: Any = self.config
@@ -155,10 +154,10 @@ class Run(Generic[Config]):
         times = [""] * len(seeds) + [f"{time.perf_counter() - self.began:.1f} s"]
         rows = zip([*map(str, seeds), "all"], *columns.values(), times, strict=True)
         print(table(["seed", *columns, "time"], [*rows]))
-        print(f"{what}, log and checkpoint are in {self.out}")
+        print(f"{picture}, log and checkpoint are in {self.out}")
 
     def report_returns(
-        self, name: str, greedy: NDArray[Any], seconds: Sequence[float], size: int
+        self, name: str, greedy: Float[np.ndarray, "S E"], seconds: Sequence[float], size: int
     ) -> None:
         """Draws the learning curve, and prints the returns of each seed.
 
@@ -203,7 +202,7 @@ class Run(Generic[Config]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Where:
+class _Folder:
     """The options on which the defaults of the others depend."""
 
     out: Path
@@ -235,30 +234,30 @@ def main(
     Raises:
         SystemExit: With status 2 and a message on stderr, when an argument is wrong.
     """
-    where, _ = tyro.cli(
-        _Where,
-        default=_Where(Path("runs", example)),
+    folder, _ = tyro.cli(
+        _Folder,
+        default=_Folder(Path("runs", example)),
         args=argv,
         add_help=False,
         return_unknown_args=True,
     )
-    saved = _saved_options(where.out, example) if where.resume else {}
-    if where.resume and not saved:
-        fail(f"there is no run in {where.out}; start without --resume")
+    saved = _saved_options(folder.out, example) if folder.resume else {}
+    if folder.resume and not saved:
+        fail(f"there is no run in {folder.out}; start without --resume")
     kind: Any = type(default)
     suited: Any = dataclasses.replace(cast("Any", default), **saved)
     run: Run[Any] = tyro.cli(
         Run[kind],
-        default=Run(suited, where.out),
+        default=Run(suited, folder.out),
         args=argv,
         prog=f"python -m jaxbuf.examples.{example}",
         description=description,
     )
     options = dataclasses.asdict(run.config)
-    for name, before in saved.items():
-        if options[name] != before and not (name == may_grow and options[name] > before):
+    for name, value in saved.items():
+        if options[name] != value and not (name == may_grow and options[name] > value):
             fail(
-                f"the run in {run.out} has --{name.replace('_', '-')} {before}, not "
+                f"the run in {run.out} has --{name.replace('_', '-')} {value}, not "
                 f"{options[name]}; only --{may_grow} may grow. Choose another --out"
             )
     begin(run.out, example, options, resume=run.resume)
@@ -283,9 +282,9 @@ def begin(out: Path, example: str, options: dict[str, Any], *, resume: bool = Fa
                 shutil.rmtree(out / name, ignore_errors=True)
             (out / "log.csv").unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
-        beside = out / "run.json.new"
-        beside.write_text(json.dumps({"example": example, "options": options}))
-        beside.replace(out / "run.json")
+        new = out / "run.json.new"
+        new.write_text(json.dumps({"example": example, "options": options}))
+        new.replace(out / "run.json")
     except OSError as error:
         fail(f"cannot write to {out} ({error.strerror}); choose another --out")
 
@@ -298,10 +297,10 @@ def _saved_options(out: Path, example: str) -> dict[str, Any]:
         return {}
     try:
         saved = json.loads((out / "run.json").read_text())
-        ours = saved["example"] == example
+        is_run = saved["example"] == example
     except (OSError, ValueError, KeyError, TypeError):
-        saved, ours = {}, False
-    if not ours:
+        saved, is_run = {}, False
+    if not is_run:
         fail(f"{out} holds other files than those of {example}; choose another --out")
     # JSON has no tuples.
     return {k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()}
@@ -331,22 +330,22 @@ def check(config: Any, low: float, *names: str, high: float = float("inf")) -> N
 
 
 def one_of(batch: PyTree) -> PyTree:
-    """Returns the shapes and dtypes of one row of a batch, of which to create a buffer."""
+    """Returns the shapes and dtypes of one row of a batch, as the example for a buffer."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
-def shown(returns: Any) -> str:
-    """Returns the mean of returns that are not NaN as a text; it is empty if all are."""
-    known = np.asarray(returns)[~np.isnan(returns)]
-    return f"return {known.mean():.1f}" if known.size else ""
+def shown(returns: PyTree) -> str:
+    """Returns a text with the mean of the returns that are not NaN; empty if all are."""
+    finished = np.asarray(returns)[~np.isnan(returns)]
+    return f"return {finished.mean():.1f}" if finished.size else ""
 
 
-def cells(values: NDArray[Any], form: str) -> list[str]:
+def cells(values: Float[np.ndarray, " S"], form: str) -> list[str]:
     """Returns the numbers of all seeds, ``[seeds]``, and their mean, as texts of this form."""
     return [form.format(value) for value in (*values, values.mean())]
 
 
-def late(curves: NDArray[Any]) -> NDArray[Any]:
+def late(curves: Float[np.ndarray, "P S"]) -> Float[np.ndarray, " S"]:
     """Returns the mean over the last tenth of curves ``[P, seeds]``, without their NaN."""
     last = np.ma.masked_invalid(curves[-math.ceil(len(curves) / 10) :])
     return last.mean(axis=0).filled(np.nan)
@@ -373,8 +372,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def plot(
     path: Path,
-    x: NDArray[Any],
-    groups: Mapping[str, NDArray[Any]],
+    x: Shaped[np.ndarray, " P"],
+    groups: Mapping[str, Float[np.ndarray, "P S"]],
     *,
     title: str,
     xlabel: str,
@@ -391,10 +390,10 @@ def plot(
         for seed in values.T:
             axes.plot(x[~np.isnan(seed)], seed[~np.isnan(seed)], color=color, alpha=0.35, lw=0.9)
         mean = np.ma.masked_invalid(values).mean(axis=1)
-        known = ~np.ma.getmaskarray(mean)
-        mean_of = f", mean of {values.shape[1]}" if values.shape[1] > 1 else ""
-        label = f"{name}{mean_of}".lstrip(", ")
-        axes.plot(x[known], mean[known], color=color, lw=2.0, label=label)
+        valid = ~np.ma.getmaskarray(mean)
+        suffix = f", mean of {values.shape[1]}" if values.shape[1] > 1 else ""
+        label = f"{name}{suffix}".lstrip(", ")
+        axes.plot(x[valid], mean[valid], color=color, lw=2.0, label=label)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:

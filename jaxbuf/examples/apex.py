@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -74,8 +74,8 @@ class Config:
 class Learner(struct.PyTreeNode):
     """The state of the learner, which is saved in checkpoints along with the buffer."""
 
-    params: Any
-    target_params: Any  # their moving average, which the targets use
+    params: PyTree
+    target_params: PyTree  # their moving average, which the targets use
     opt_state: optax.OptState
     keys: PRNGKeyArray  # of the next batch, and of all later randomness, [2]
     step: Int[Array, ""]  # environment steps that it has learned from
@@ -92,7 +92,7 @@ class Agent:
         schedule = optax.linear_schedule(config.lr, 0.0, CHUNKS * self.updates)
         self.optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(schedule))
 
-    def init(self) -> dict[str, Any]:
+    def init(self) -> dict[str, PyTree]:
         """Returns a learner with a new network, an empty buffer, and its limiter."""
         config = self.config
         keys = jax.random.split(jax.random.key(config.seed), 3)
@@ -109,7 +109,7 @@ class Agent:
         return {"learner": learner, "buffer": buffer, "limiter": limiter}
 
     @functools.partial(jax.jit, static_argnums=0)
-    def act(self, params: Any, obs: Array, epsilon: Any, key: PRNGKeyArray) -> Array:
+    def act(self, params: PyTree, obs: Array, epsilon: ArrayLike, key: PRNGKeyArray) -> Array:
         """Returns ε-greedy actions for E observations, ``[E]``."""
         greedy = jnp.argmax(self.network.apply(params, obs), axis=-1).astype(jnp.int32)
         explore_key, action_key = jax.random.split(key)
@@ -117,7 +117,7 @@ class Agent:
         return jnp.where(jax.random.uniform(explore_key, greedy.shape) < epsilon, anything, greedy)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def rows(self, params: Any, window: dict[str, Array]) -> dict[str, Any]:
+    def rows(self, params: PyTree, window: dict[str, Array]) -> dict[str, PyTree]:
         """Returns arguments of ``add`` for the first T steps of a window, ``[E, T + n]``."""
         returns = jaxbuf.n_step(window, self.config.n_step, self.config.discount)
         items = {name: window[name][:, : self.config.rollout] for name in ("obs", "action", "mask")}
@@ -130,7 +130,7 @@ class Agent:
         priority = jnp.abs(self.td_error(params, params, items))
         return {"items": items, "mask": mask, "priority": priority}
 
-    def td_error(self, params: Any, target_params: Any, items: Any) -> Float[Array, " B"]:
+    def td_error(self, params: PyTree, target_params: PyTree, items: PyTree) -> Float[Array, " B"]:
         """Returns value minus n-step target; ``params`` choose the next action (double DQN)."""
         row = jnp.arange(len(items["action"]))
         value = self.network.apply(params, items["obs"])[row, items["action"]]
@@ -139,23 +139,25 @@ class Agent:
         return value - jax.lax.stop_gradient(items["reward"] + items["discount"] * next_value)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def learn(self, learner: Learner, items: Any, weights: Array) -> tuple[Learner, Any, Any]:
+    def learn(
+        self, learner: Learner, items: PyTree, weights: Array
+    ) -> tuple[Learner, Array, Array]:
         """Updates the network and its target once; also returns the new priorities and the loss."""
 
-        def loss_fn(params: Any) -> tuple[Array, Array]:
+        def loss_fn(params: PyTree) -> tuple[Array, Array]:
             error = self.td_error(params, learner.target_params, items)
             return 0.5 * jnp.mean(weights * error**2), error
 
         (loss, error), grads = jax.value_and_grad(loss_fn, has_aux=True)(learner.params)
         updates, opt_state = self.optimizer.update(grads, learner.opt_state)
-        params: Any = optax.apply_updates(learner.params, updates)
+        params: PyTree = optax.apply_updates(learner.params, updates)
         target = optax.incremental_update(params, learner.target_params, 0.01)
         learner = learner.replace(params=params, target_params=target, opt_state=opt_state)
         return learner.replace(keys=jax.random.split(learner.keys[1])), jnp.abs(error), loss
 
 
-def act(config: Config, actor: int, seed: int, params: Any, queues: tuple[Any, Any, Any]) -> None:
-    """Acts in a process of its own, until that of the learner ends.
+def act(config: Config, actor: int, seed: int, params: PyTree, queues: Sequence[Any]) -> None:
+    """Acts in a process of its own, until the learner's process ends.
 
     Sends arguments of ``add`` to the queue ``rows``, which is bounded, so a fast actor waits there,
     and the returns of episodes to ``returns``. New parameters arrive in its ``mailbox``.
@@ -167,8 +169,8 @@ def act(config: Config, actor: int, seed: int, params: Any, queues: tuple[Any, A
     envs, count = make_envs(config.env, config.num_envs), config.num_envs
     agent, key = Agent(config, envs), jax.random.key(seed)
     # Each environment of each actor has an epsilon of its own, from 0.4 to 0.0007.
-    place = np.arange(actor * count, (actor + 1) * count) / max(config.actors * count - 1, 1)
-    epsilon = (0.4 ** (1 + 7 * place)).astype(np.float32)
+    rank = np.arange(actor * count, (actor + 1) * count) / max(config.actors * count - 1, 1)
+    epsilon = (0.4 ** (1 + 7 * rank)).astype(np.float32)
     (obs, _), ended, steps, episodes = envs.reset(seed=seed), None, [], Returns(count)
     while True:
         while not mailbox.empty():
@@ -199,7 +201,7 @@ def train(run: _run.Run[Config]) -> None:
     make = functools.partial(SPAWN.Process, target=act, daemon=True)
     actors = [make(name=f"actor {i}", args=args[i]) for i in range(count)]
 
-    def chunk(saved: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    def chunk(saved: dict[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree], str]:
         learner, losses = saved["learner"], []
         for update in range(agent.updates):
             key, size = learner.keys[0], config.batch_size
@@ -211,8 +213,8 @@ def train(run: _run.Run[Config]) -> None:
                 for mailbox in (m for m in mailboxes if m.empty()):
                     mailbox.put(jax.device_get(learner.params))
         episodes = [returns.get() for _ in iter(returns.empty, True)]
-        known = [mean for mean in episodes if not math.isnan(mean)]
-        log = {"return": np.mean(known) if known else math.nan, "loss": np.mean(losses)}
+        finished = [mean for mean in episodes if not math.isnan(mean)]
+        log = {"return": np.mean(finished) if finished else math.nan, "loss": np.mean(losses)}
         learner = learner.replace(step=learner.step + agent.length)
         buffer = holder.read(lambda buffer: jax.tree.map(jnp.copy, buffer))
         saved = {"learner": learner, "buffer": buffer, "limiter": holder.limiter}
@@ -220,10 +222,10 @@ def train(run: _run.Run[Config]) -> None:
         return saved, log, _run.shown(log["return"])
 
     # Ctrl-C does not reach the actors, since a process inherits that a signal is blocked.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     for actor in actors:
         actor.start()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     try:
         with jaxbuf.Holder(saved["buffer"], limiter=saved["limiter"]) as holder:
             jaxbuf.feed(holder, rows, actors)

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -89,8 +89,8 @@ def reward(achieved: Bool[Array, "B N"], goal: Bool[Array, "B N"]) -> Float[Arra
 class TrainState(struct.PyTreeNode):
     """The state that training changes."""
 
-    params: Any
-    target_params: Any  # their moving average, which the targets use
+    params: PyTree
+    target_params: PyTree  # their moving average, which the targets use
     opt_state: optax.OptState
     buffer: jaxbuf.ItemBuffer  # of whole episodes
     key: PRNGKeyArray  # of all later randomness
@@ -141,7 +141,7 @@ class Agent:
 
         return jax.lax.scan(iteration, state, length=iterations)[0]
 
-    def play(self, params: Any, key: PRNGKeyArray, num_envs: int, epsilon: float) -> Episodes:
+    def play(self, params: PyTree, key: PRNGKeyArray, num_envs: int, epsilon: float) -> Episodes:
         """Plays whole ε-greedy episodes, which end when all bits are right."""
         bits = self.config.bits
         begin_key, goal_key, step_key = jax.random.split(key, 3)
@@ -165,7 +165,7 @@ class Agent:
         states = jnp.concatenate([begin[:, None], after], axis=1)
         return Episodes(states, goal, action, length, success)
 
-    def transitions(self, episodes: Episodes, keys: Any, fraction: Any) -> dict[str, Array]:
+    def transitions(self, episodes: Episodes, keys: PyTree, fraction: Array) -> dict[str, Array]:
         """Returns one step of each episode, some of them with a goal chosen in hindsight."""
         rows = jnp.arange(episodes.length.size)
         t = jax.random.randint(keys[0], rows.shape, 0, episodes.length)
@@ -176,13 +176,13 @@ class Agent:
         goals: Any = {"strategy": self.config.strategy, "fraction": fraction, "reward_fn": reward}
         return jaxbuf.hindsight(keys[1], batch, achieved, t, episodes.length, **goals)[0]
 
-    def learn(self, state: TrainState, _: Any = None) -> tuple[TrainState, None]:
+    def learn(self, state: TrainState, _: None = None) -> tuple[TrainState, None]:
         """Updates the network and its target once."""
         key, sample_key, *keys = jax.random.split(state.key, 4)
         episodes = state.buffer.sample(sample_key, self.config.batch_size).data
         batch = self.transitions(episodes, keys, state.fraction)
 
-        def loss_fn(params: Any) -> Float[Array, ""]:
+        def loss_fn(params: PyTree) -> Float[Array, ""]:
             return 0.5 * jnp.mean(self.td_error(params, state.target_params, batch) ** 2)
 
         grads = jax.grad(loss_fn)(state.params)
@@ -192,7 +192,7 @@ class Agent:
         state = state.replace(params=params, target_params=target, opt_state=opt_state)
         return state.replace(key=key), None
 
-    def td_error(self, params: Any, target_params: Any, batch: Any) -> Float[Array, " B"]:
+    def td_error(self, params: PyTree, target_params: PyTree, batch: PyTree) -> Float[Array, " B"]:
         """Returns value minus one-step target; there is no bootstrap after a reached goal."""
         values = self.network.apply(params, batch["obs"], batch["goal"])
         value = jnp.take_along_axis(values, batch["action"][:, None], axis=-1)[:, 0]
@@ -226,7 +226,7 @@ def train(run: _run.Run[Config]) -> None:
     options = jaxbuf.compiler_options()
     both = jax.jit(jax.vmap(jax.vmap(go_on)), donate_argnums=0, compiler_options=options)
 
-    def chunk(states: TrainState) -> tuple[TrainState, dict[str, Any], str]:
+    def chunk(states: TrainState) -> tuple[TrainState, dict[str, PyTree], str]:
         states, success = both(states)
         without, with_ = np.mean(success, axis=1)
         shown = f"success {without:.0%} without hindsight, {with_:.0%} with"

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, Shaped
+from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -131,8 +131,8 @@ def patches(x: Float[Array, "B H W C"]) -> Float[Array, "B H-2 W-2 9*C"]:
 class TrainState(struct.PyTreeNode):
     """The state that training changes, which is saved in checkpoints."""
 
-    params: Any
-    target_params: Any  # their moving average, which the targets use
+    params: PyTree
+    target_params: PyTree  # their moving average, which the targets use
     opt_state: optax.OptState
     buffer: jaxbuf.TrajectoryBuffer
     envs: GymnaxState
@@ -186,10 +186,10 @@ class Agent:
             sampler=sampler if self.config.sampler == "prioritized" else jaxbuf.Uniform(),
         )
 
-    def train(self, state: TrainState, iterations: int) -> tuple[TrainState, Episodes, Any]:
+    def train(self, state: TrainState, iterations: int) -> tuple[TrainState, Episodes, PyTree]:
         """Alternates interaction and learning, in one scan; also returns episodes and metrics."""
 
-        def iteration(state: TrainState, _: None) -> tuple[TrainState, Any]:
+        def iteration(state: TrainState, _: None) -> tuple[TrainState, PyTree]:
             # In this order, since a buffer that is sampled before it is added to would be copied.
             state, log = self.interact(state, self.schedules(state.step)[0])
             state, loss = self.learn(state)
@@ -199,7 +199,7 @@ class Agent:
         log = jax.tree.map(lambda leaf: jnp.sum(leaf, dtype=leaf.dtype), logs)
         return state, log, {"loss": jnp.mean(losses), "buffer": state.buffer.metrics()}
 
-    def interact(self, state: TrainState, epsilon: Any) -> tuple[TrainState, Episodes]:
+    def interact(self, state: TrainState, epsilon: ArrayLike) -> tuple[TrainState, Episodes]:
         """Takes an ε-greedy step in every environment, and adds it to the buffer."""
         key, action_key, step_key = jax.random.split(state.key, 3)
         action = self.act(state.params, state.envs.obs, epsilon, action_key)
@@ -208,7 +208,7 @@ class Agent:
         state = state.replace(buffer=state.buffer.add(steps), envs=envs, episode_return=returns)
         return state.replace(key=key, step=state.step + self.config.num_envs), log
 
-    def act(self, params: Any, obs: Array, epsilon: Any, key: PRNGKeyArray) -> Int[Array, " E"]:
+    def act(self, params: PyTree, obs: Array, epsilon: ArrayLike, key: PRNGKeyArray) -> Array:
         """Returns the best action per environment, or a random one with probability ``epsilon``."""
         greedy = jnp.argmax(self.network.apply(params, obs), axis=-1).astype(jnp.int32)
         explore_key, action_key = jax.random.split(key)
@@ -230,7 +230,7 @@ class Agent:
         batch = buffer.sample(sample_key, self.config.batch_size)
         weights = jaxbuf.importance_weights(buffer, batch, self.schedules(state.step)[1])
 
-        def loss_fn(params: Any) -> tuple[Float[Array, ""], Float[Array, " B"]]:
+        def loss_fn(params: PyTree) -> tuple[Float[Array, ""], Float[Array, " B"]]:
             error = self.td_error(params, state.target_params, batch.data)
             return 0.5 * jnp.mean(weights * error**2), error
 
@@ -243,7 +243,7 @@ class Agent:
         state = state.replace(params=params, target_params=target, opt_state=opt_state)
         return state.replace(buffer=buffer, key=key), loss
 
-    def td_error(self, params: Any, target_params: Any, window: Any) -> Float[Array, " B"]:
+    def td_error(self, params: PyTree, target_params: PyTree, window: PyTree) -> Float[Array, " B"]:
         """Returns value minus n-step target; ``params`` choose the next action (double DQN)."""
         returns = jaxbuf.n_step(window, self.config.n_step, self.config.discount)
         # The last step of the return, whose "next_obs" is in the same episode.
@@ -264,10 +264,10 @@ class Agent:
         return 1.0 + explored * (config.epsilon - 1.0), config.beta + progress * (1.0 - config.beta)
 
 
-def greedy_returns(agent: Agent, params: Any, key: PRNGKeyArray) -> Float[Array, " episodes"]:
+def greedy_returns(agent: Agent, params: PyTree, key: PRNGKeyArray) -> Float[Array, " episodes"]:
     """Returns the returns of ``eval_episodes`` greedy episodes."""
 
-    def iteration(carry: Any, key: PRNGKeyArray) -> tuple[Any, None]:
+    def iteration(carry: PyTree, key: PRNGKeyArray) -> tuple[PyTree, None]:
         envs, returns, running = carry
         envs, steps = agent.step(key, envs, agent.act(params, envs.obs, 0.0, key))
         returns += jnp.where(running, steps["reward"], 0.0)
@@ -284,7 +284,7 @@ def greedy_returns(agent: Agent, params: Any, key: PRNGKeyArray) -> Float[Array,
 
 # Cached, so that an agent that runs again in the same process is not compiled again.
 @functools.cache
-def programs(agent: Agent, length: int) -> tuple[Any, Any, Any]:
+def programs(agent: Agent, length: int) -> tuple[Callable[..., PyTree], ...]:
     """Returns jitted functions that begin a run, go on ``length`` iterations, and evaluate it."""
     chunk = jax.vmap(lambda state: agent.train(state, length))
     return (
@@ -302,7 +302,7 @@ def train(run: _run.Run[Config]) -> None:
     init, chunk, evaluate = programs(Agent(config), length)
     states = run.begin(init, keys)
 
-    def next_chunk(states: TrainState) -> tuple[TrainState, dict[str, Any], str]:
+    def next_chunk(states: TrainState) -> tuple[TrainState, dict[str, PyTree], str]:
         states, log, metrics = chunk(states)
         episodes = np.asarray(log.episodes)
         returns = np.where(episodes, log.total_return / np.maximum(episodes, 1), np.nan)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 from flax import struct
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
 import jaxbuf
 from jaxbuf.examples import _run, dqn
@@ -61,8 +61,8 @@ class TrainState(struct.PyTreeNode):
     envs: GymnaxState  # by shard, leaves [S, E, ...]
     episode_return: Float[Array, "S E"]  # rewards since each episode began
     buffer: jaxbuf.Sharded  # each shard on the device of its environments
-    params: Any
-    target_params: Any  # their moving average, which the targets use
+    params: PyTree
+    target_params: PyTree  # their moving average, which the targets use
     opt_state: optax.OptState
     step: Int[Array, ""]  # environment steps so far
 
@@ -82,20 +82,20 @@ class Agent:
         self.dqn = dqn.Agent(dqn.Config(**{name: getattr(config, name) for name in names}))
         self.same, self.split = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("data")))
 
-    def each_shard(self, function: Callable[..., Any], params: Any, *args: Any) -> Any:
+    def each_shard(self, function: Callable[..., PyTree], params: PyTree, *args: PyTree) -> PyTree:
         """Calls ``function(params, *args)`` for each shard, where the rows of ``args`` are."""
 
-        def here(params: Any, args: Any) -> Any:
+        def local(params: PyTree, args: PyTree) -> PyTree:
             # Parameters of this device, since jax.grad would otherwise sum over all devices.
             params = jax.lax.pcast(params, "data", to="varying")
             # One shard after the other, so that results do not depend on how many are on a device.
-            return jax.lax.map(lambda own: function(params, *own), args)
+            return jax.lax.map(lambda shard: function(params, *shard), args)
 
         split = jax.P("data")
-        mapped = jax.shard_map(here, mesh=self.mesh, in_specs=(jax.P(), split), out_specs=split)
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=(jax.P(), split), out_specs=split)
         return mapped(params, args)
 
-    def whole(self, tree: Any) -> Any:
+    def whole(self, tree: PyTree) -> PyTree:
         """Returns all of ``tree`` on every device."""
         return jax.lax.with_sharding_constraint(tree, self.same)
 
@@ -106,8 +106,8 @@ class Agent:
         env, num_envs = dqn.make_env(self.dqn.config.env), config.num_envs // shards
         keys = jax.random.split(envs_key, shards)
         envs = jax.vmap(lambda key: gymnax_reset(*env, key, num_envs))(keys)
-        one, action = jax.tree.map(lambda leaf: leaf[0], envs), jnp.zeros(num_envs, jnp.int32)
-        steps = jax.eval_shape(self.dqn.step, params_key, one, action)[1]
+        shard, action = jax.tree.map(lambda leaf: leaf[0], envs), jnp.zeros(num_envs, jnp.int32)
+        steps = jax.eval_shape(self.dqn.step, params_key, shard, action)[1]
 
         def make_shard() -> jaxbuf.TrajectoryBuffer:
             return jaxbuf.TrajectoryBuffer.create(
@@ -119,17 +119,17 @@ class Agent:
             )
 
         buffer = jaxbuf.Sharded.create(make_shard, self.mesh, "data", shards=shards)
-        params = self.dqn.network.init(params_key, one.obs)
+        params = self.dqn.network.init(params_key, shard.obs)
         target, opt_state = jax.tree.map(jnp.copy, params), self.dqn.optimizer.init(params)
         returns = jnp.zeros((shards, num_envs))
         state = TrainState(envs, returns, buffer, params, target, opt_state, jnp.int32(0))
         length = config.warmup // config.num_envs
         return jax.lax.scan(lambda s, _: self.interact(s, self.key(s), 1.0), state, None, length)[0]
 
-    def train(self, state: TrainState, iterations: int) -> tuple[TrainState, dict[str, Any]]:
+    def train(self, state: TrainState, iterations: int) -> tuple[TrainState, dict[str, PyTree]]:
         """Acts and learns; returns the new state and the metrics to log."""
 
-        def iteration(state: TrainState, _: None) -> tuple[TrainState, Any]:
+        def iteration(state: TrainState, _: None) -> tuple[TrainState, PyTree]:
             act_key, learn_key = jax.random.split(self.key(state))
             state, log = self.interact(state, act_key, self.dqn.schedules(state.step)[0])
             state, loss = self.learn(state, learn_key)
@@ -145,13 +145,15 @@ class Agent:
         return jax.random.fold_in(jax.random.key(self.config.seed), state.step)
 
     def interact(
-        self, state: TrainState, key: PRNGKeyArray, epsilon: Any
+        self, state: TrainState, key: PRNGKeyArray, epsilon: ArrayLike
     ) -> tuple[TrainState, dqn.Episodes]:
         """Takes an ε-greedy step in every environment, and adds it to the shard on its device."""
 
-        def act(same: Any, key: PRNGKeyArray, envs: GymnaxState, episode_return: Array) -> Any:
+        def act(
+            params: PyTree, key: PRNGKeyArray, envs: GymnaxState, episode_return: Array
+        ) -> PyTree:
             action_key, step_key = jax.random.split(key)
-            action = self.dqn.act(same[0], envs.obs, same[1], action_key)
+            action = self.dqn.act(params[0], envs.obs, params[1], action_key)
             envs, steps = self.dqn.step(step_key, envs, action)
             return envs, steps, *dqn.count_episodes(episode_return, steps)
 
@@ -168,8 +170,8 @@ class Agent:
     def learn(self, state: TrainState, key: PRNGKeyArray) -> tuple[TrainState, Float[Array, ""]]:
         """Updates the network, its target and the priorities once; also returns the loss."""
 
-        def gradient(params: Any, window: Any, weights: Float[Array, " b"]) -> Any:
-            def loss_fn(online: Any) -> tuple[Float[Array, ""], Float[Array, " b"]]:
+        def gradient(params: PyTree, window: PyTree, weights: Float[Array, " b"]) -> PyTree:
+            def loss_fn(online: PyTree) -> tuple[Float[Array, ""], Float[Array, " b"]]:
                 error = self.dqn.td_error(online, params[1], window)
                 return 0.5 * jnp.mean(weights * error**2), error
 
@@ -213,14 +215,14 @@ def train(config: Config) -> None:
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(auto,), devices=devices)
     agent = Agent(config, mesh)
-    split, same, kind = agent.split, agent.same, cast("Any", TrainState)
+    split, same, make_state = agent.split, agent.same, cast("Any", TrainState)
     # From the parameters on, the same on all devices.
-    where = kind(split, split, split, same, same, same, same)
+    shardings = make_state(split, split, split, same, same, same, same)
     iterations = -(-(config.steps - config.warmup) // config.num_envs // config.chunks)
     # Donated, so that the buffer is updated in place.
     options: Any = {"static_argnums": 1, "donate_argnums": 0}
-    chunk = jax.jit(agent.train, out_shardings=(where, same), **options)
-    state = jax.jit(agent.init, out_shardings=where)()
+    chunk = jax.jit(agent.train, out_shardings=(shardings, same), **options)
+    state = jax.jit(agent.init, out_shardings=shardings)()
     if config.resume:
         state = jaxbuf.load(config.out / "checkpoint", state)
     writers = [jaxbuf.CsvWriter(config.out / "log.csv")] if jax.process_index() == 0 else []

@@ -32,9 +32,8 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -65,21 +64,21 @@ class Config(Options):
 class Outcome(NamedTuple):
     """The result of training with one buffer."""
 
-    updates: NDArray[Any]  # of each seed after each chunk, [P]
-    l1: NDArray[Any]  # sum of absolute differences to the target then, from 0 to 2, [P, seeds]
-    learned: NDArray[Any]  # distributions of terminal states in the end, [seeds, N]
-    found: NDArray[Any]  # the fresh trajectory that first reached each mode, or inf, [seeds, M]
+    updates: Float[np.ndarray, " P"]  # of each seed after each chunk
+    l1: Float[np.ndarray, "P S"]  # sum of absolute differences to the target then, from 0 to 2
+    learned: Float[np.ndarray, "S N"]  # distributions of terminal states in the end
+    found: Float[np.ndarray, "S M"]  # the fresh trajectory that first reached each mode, or inf
     fresh: int  # number of fresh trajectories of each seed
     seconds: list[float]  # duration of each chunk now; that of the first includes compilation
 
-    def modes(self, fresh: NDArray[Any]) -> NDArray[Any]:
-        """Returns modes found within ``fresh`` trajectories, ``[P, seeds]``; NaN past the end."""
+    def modes(self, fresh: Int[np.ndarray, " P"]) -> Float[np.ndarray, "P S"]:
+        """Returns modes found within ``fresh`` trajectories; NaN past the end."""
         count = np.sum(self.found[None] <= fresh[:, None, None], axis=-1)
         return np.where(fresh[:, None] <= self.fresh, count, np.nan)
 
     @property
-    def to_all(self) -> NDArray[Any]:
-        """Returns the number of fresh trajectories until all modes were found, ``[seeds]``."""
+    def to_all(self) -> Float[np.ndarray, " S"]:
+        """The number of fresh trajectories until all modes were found."""
         return self.found.max(axis=1)
 
 
@@ -94,7 +93,7 @@ def programs(agent: Agent, length: int) -> tuple[Callable[..., Any], Callable[..
 
 
 @functools.cache
-def stopping_distribution(gflownet: GFlowNet) -> Callable[[Any], Float[Array, "S N"]]:
+def stopping_distribution(gflownet: GFlowNet) -> Callable[[PyTree], Float[Array, "S N"]]:
     """Returns a function that computes the exact terminal distributions of all seeds."""
     return jax.jit(jax.vmap(gflownet.stopping_distribution))
 
@@ -119,8 +118,8 @@ def train(run: _run.Run[Config]) -> None:
 
     def next_chunk(
         states: dict[str, TrainState],
-    ) -> tuple[dict[str, TrainState], dict[str, Any], str]:
-        states, metrics = dict(states), dict[str, Any]()
+    ) -> tuple[dict[str, TrainState], dict[str, PyTree], str]:
+        states, metrics = dict(states), dict[str, PyTree]()
         for kind, chunk in zip(agents, chunks, strict=True):
             started = time.perf_counter()
             states[kind] = jax.block_until_ready(chunk(states[kind]))
@@ -189,7 +188,7 @@ def _table(outcomes: dict[str, Outcome], config: Config) -> str:
     return _run.table(header, rows)
 
 
-def _median(values: NDArray[Any], form: str) -> str:
+def _median(values: Float[np.ndarray, " S"], form: str) -> str:
     """Returns the median over seeds, and their range in brackets."""
     median, least, most = (
         format(value, form) if np.isfinite(value) else "never"
@@ -239,7 +238,7 @@ def _draw(folder: Path, outcomes: dict[str, Outcome], config: Config) -> None:
 
 
 def plot_marginals(
-    path: Path, distributions: Mapping[str, NDArray[Any]], shape: tuple[int, int]
+    path: Path, distributions: Mapping[str, Float[np.ndarray, " N"]], shape: tuple[int, int]
 ) -> None:
     """Draws the joint distributions of the first two coordinates side by side, in one scale.
 

@@ -36,8 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Array
-from numpy.typing import NDArray
+from jaxtyping import Array, Float, PyTree
 from tqdm import tqdm
 
 import jaxbuf
@@ -94,24 +93,24 @@ class Discoveries:
     grid: HyperGrid  # the grid that has the modes
     count: int  # states in the sample
 
-    def init(self, num_workers: int) -> Any:
+    def init(self, num_workers: int) -> PyTree:
         """Returns the seconds until each mode was first reached, inf at first, and a key."""
         return jnp.full((self.grid.num_modes,), jnp.inf, jnp.float32), jax.random.key(0)
 
     def update(
-        self, state: Any, buffer: jaxbuf.ItemBuffer, batch: Any, mask: Array, sender: Any
-    ) -> tuple[Any, dict[str, Array]]:
+        self, state: PyTree, buffer: jaxbuf.ItemBuffer, batch: PyTree, mask: Array, sender: Any
+    ) -> tuple[PyTree, dict[str, Array]]:
         """Returns the state after a batch; and ``new_modes``, ``modes`` so far, and ``states``."""
         found, key = state
         key, sample_key = jax.random.split(key)
         mode = jnp.where(mask, self.grid.mode(batch.items["state"]), self.grid.num_modes)
-        after = found.at[mode].min(batch.items["seconds"], mode="drop")
-        before, modes = (jnp.sum(jnp.isfinite(x), dtype=jnp.int32) for x in (found, after))
-        scores = {"new_modes": modes - before, "modes": modes}
+        new_found = found.at[mode].min(batch.items["seconds"], mode="drop")
+        old_modes, modes = (jnp.sum(jnp.isfinite(x), dtype=jnp.int32) for x in (found, new_found))
+        scores = {"new_modes": modes - old_modes, "modes": modes}
         if self.count:
             sample = buffer.sample(sample_key, self.count)
             scores |= {"states": sample.data["state"], "valid": sample.valid}
-        return (after, key), scores
+        return (new_found, key), scores
 
 
 def make_manager(config: Config, num_workers: int) -> Any:
@@ -143,11 +142,11 @@ class Learner:
         self.init = jax.jit(self.agent.init)
         # The states to borrow before the first answer.
         states = np.zeros((config.borrowed, config.dims), np.int32)
-        self.nothing = {"states": states, "valid": np.zeros(config.borrowed, np.bool_)}
+        self.no_states = {"states": states, "valid": np.zeros(config.borrowed, np.bool_)}
         train = jax.jit(self.updates, donate_argnums=0, compiler_options=jaxbuf.compiler_options())
-        self.train = train.lower(self.init(self.key), self.nothing).compile()
+        self.train = train.lower(self.init(self.key), self.no_states).compile()
 
-    def updates(self, state: TrainState, borrowed: Any) -> tuple[TrainState, Array, Array]:
+    def updates(self, state: TrainState, borrowed: PyTree) -> tuple[TrainState, Array, Array]:
         """Updates a few times; also returns fresh terminal states and their log rewards."""
         if self.config.borrowed:
             buffer = self.agent.add(state.buffer, borrowed["states"], borrowed["valid"])
@@ -161,7 +160,7 @@ class Learner:
         from jaxbuf.mpi import Worker
 
         config, rows, num_modes = self.config, self.config.rows, self.config.grid.num_modes
-        state, borrowed, exchanging, modes = self.init(self.key), self.nothing, 0.0, 0
+        state, borrowed, exchanging, modes = self.init(self.key), self.no_states, 0.0, 0
         found, make = np.full(num_modes, np.inf), functools.partial(make_manager, config)
         worker = None if mode == "alone" else Worker(self.communicators, make, rows=rows, mode=mode)
         with worker or contextlib.nullcontext():
@@ -171,15 +170,15 @@ class Learner:
                 last.block_until_ready()
                 trained = time.perf_counter()
                 if worker is None:
-                    known = np.asarray(state.found) < NEVER
-                    found[known & np.isinf(found)] = trained - began
-                    scores: dict[str, Any] = {"modes": known.sum()}
+                    reached = np.asarray(state.found) < NEVER
+                    found[reached & np.isinf(found)] = trained - began
+                    scores: dict[str, Any] = {"modes": reached.sum()}
                 else:
                     seconds = np.full(rows, trained - began, np.float32)
                     answer = worker.add({"state": last, "seconds": seconds}, score=log_reward)
                     scores = {} if answer is None else answer.scores
                 exchanging += time.perf_counter() - trained
-                borrowed = {name: scores.get(name, self.nothing[name]) for name in self.nothing}
+                borrowed = {name: scores.get(name, self.no_states[name]) for name in self.no_states}
                 modes = scores.get("modes", modes)
                 progress.set_description(f"{mode}, {modes} of {num_modes} modes", refresh=False)
                 progress.update(config.every)
@@ -188,10 +187,10 @@ class Learner:
         return report | {"trajectories": int(state.fresh)}
 
 
-def meet(world: Any) -> None:
+def wait_for_all(world: Any) -> None:
     """Waits for all ranks without keeping a core busy that one of them could use."""
-    here = world.Ibarrier()
-    while not here.Test():
+    barrier = world.Ibarrier()
+    while not barrier.Test():
         time.sleep(1e-3)
 
 
@@ -208,8 +207,8 @@ def train(config: Config, world: Any) -> None:
     with tqdm(None, "compiling", total, unit=" updates", dynamic_ncols=True, disable=hide) as bar:
         learner = Learner(config, communicators, rank) if rank < workers else None
 
-        def go(run: Mode, messages: int, progress: Any) -> dict[str, Any]:
-            meet(world)
+        def train_once(run: Mode, messages: int, progress: Any) -> dict[str, Any]:
+            wait_for_all(world)
             if run == "alone" and rank > 0:
                 return {}
             if learner is None:
@@ -217,27 +216,27 @@ def train(config: Config, world: Any) -> None:
             return learner.run(run, messages, progress)
 
         # It includes compilation, so it is not reported.
-        go("sync", 1, tqdm(disable=True))
+        train_once("sync", 1, tqdm(disable=True))
         reports = {}
         for run in config.run:
-            report = go(run, messages[run], bar)
-            meet(world)
+            report = train_once(run, messages[run], bar)
+            wait_for_all(world)
             reports[run] = world.gather(report)
     if rank == 0:
-        tell(config, reports)
+        print_report(config, reports)
 
 
-def tell(config: Config, reports: dict[str, list[dict[str, Any]]]) -> None:
+def print_report(config: Config, reports: dict[str, list[dict[str, Any]]]) -> None:
     """Prints the tables, and draws the figure, from the reports of all ranks of each run."""
     num_modes, rows = config.grid.num_modes, list[list[str]]()
-    found, ends = dict[str, NDArray[Any]](), dict[str, float]()
+    found, ends = dict[str, Float[np.ndarray, " M"]](), dict[str, float]()
     for run, (*others, manager) in reports.items():
         workers = [report for report in others if report]
         names = ("seconds", "exchanging", "trajectories")
-        seconds, exchanging, count = (sum(told[name] for told in workers) for name in names)
+        seconds, exchanging, count = (sum(report[name] for report in workers) for name in names)
         found[run] = (manager or workers[0])["found"]
         last = found[run].max()
-        ends[run] = end = max(told["seconds"] for told in workers)
+        ends[run] = end = max(report["seconds"] for report in workers)
         share = f"{exchanging / seconds:.1%}" if manager else ""
         modes = [f"{np.isfinite(found[run]).sum()}", "never" if np.isinf(last) else f"{last:.2f} s"]
         rows.append([run, *modes, f"{count:,}", f"{count / end:,.0f}", share, f"{end:.2f} s"])
@@ -247,7 +246,7 @@ def tell(config: Config, reports: dict[str, list[dict[str, Any]]]) -> None:
         if manager:
             print(f"\nmanager, {run}", manager["traffic"], *manager["faults"], sep="\n")
     times = np.linspace(0.0, max(ends.values()), 1001)
-    curves = {run: np.sum(at <= times[:, None], axis=1) for run, at in found.items()}
+    curves = {run: np.sum(x <= times[:, None], axis=1) for run, x in found.items()}
     curves = {run: np.where(times <= ends[run], y, np.nan)[:, None] for run, y in curves.items()}
     title, ylabel = f"hypergrid, {config.dims} × {config.height}", f"modes found, of {num_modes}"
     path = config.out / "modes.png"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -78,7 +78,7 @@ class Config:
 
 
 class Level(NamedTuple):
-    """A maze: its walls, and the places where one starts and has to go."""
+    """A maze: its walls, and the positions of the start and the goal."""
 
     walls: Bool[Array, "N N"]
     start: Int[Array, "2"]
@@ -104,29 +104,29 @@ def needs_detour(level: Level) -> Bool[Array, ""]:
         return reached, reached[tuple(level.goal)]
 
     start = jnp.zeros_like(level.walls).at[tuple(level.start)].set(True)
-    there = jax.lax.scan(grow, start, length=level.walls.size)[1]
+    reached = jax.lax.scan(grow, start, length=level.walls.size)[1]
     straight = jnp.sum(jnp.abs(level.start - level.goal))
-    return there[-1] & ~there[straight - 1]
+    return reached[-1] & ~reached[straight - 1]
 
 
-def observe(level: Level, place: Int[Array, "2"], action: Array) -> Float[Array, " D"]:
-    """Returns the walls and the goal as seen from a place, and the action that led there."""
+def observe(level: Level, position: Int[Array, "2"], action: Array) -> Float[Array, " D"]:
+    """Returns the walls and the goal relative to a position, and the last action."""
     far = level.walls.shape[0] - 1
     walls = jnp.pad(level.walls, far, constant_values=True)
-    walls = jax.lax.dynamic_slice(walls, tuple(place), (2 * far + 1, 2 * far + 1))
-    goal = jax.nn.one_hot(level.goal - place + far, 2 * far + 1).reshape(-1)
-    way = jnp.sign(level.goal - place)
-    return jnp.concatenate([walls.reshape(-1), goal, way, jax.nn.one_hot(action, 4)])
+    walls = jax.lax.dynamic_slice(walls, tuple(position), (2 * far + 1, 2 * far + 1))
+    goal = jax.nn.one_hot(level.goal - position + far, 2 * far + 1).reshape(-1)
+    direction = jnp.sign(level.goal - position)
+    return jnp.concatenate([walls.reshape(-1), goal, direction, jax.nn.one_hot(action, 4)])
 
 
-def move(level: Level, place: Array, action: Array) -> tuple[Int[Array, "2"], Bool[Array, ""]]:
-    """Returns the place after a step, the start again after the goal, and whether it was reached.
+def move(level: Level, position: Array, action: Array) -> tuple[Int[Array, "2"], Bool[Array, ""]]:
+    """Returns the position after a step, and whether the goal was reached; then it is the start.
 
     Walls and the edge stop a step.
     """
-    to = place + jnp.array([[-1, 0], [1, 0], [0, -1], [0, 1]])[action]
+    to = position + jnp.array([[-1, 0], [1, 0], [0, -1], [0, 1]])[action]
     walls = jnp.pad(level.walls, 1, constant_values=True)
-    to = jnp.where(walls[tuple(to + 1)], place, to)
+    to = jnp.where(walls[tuple(to + 1)], position, to)
     won = jnp.all(to == level.goal)
     return jnp.where(won, level.start, to), won
 
@@ -147,7 +147,7 @@ class ActorCritic(nn.Module):
 class TrainState(struct.PyTreeNode):
     """The state that training changes."""
 
-    params: Any
+    params: PyTree
     opt_state: optax.OptState
     levels: jaxbuf.ItemBuffer  # the seeds of mazes
     key: PRNGKeyArray
@@ -203,18 +203,18 @@ class Agent:
         metrics["detours"] = jnp.sum(detour & state.levels.live) / state.levels.size
         return state.replace(key=key), jax.tree.map(jnp.mean, metrics)
 
-    def play(self, params: Any, levels: Level, key: PRNGKeyArray) -> tuple[Any, Float[Array, " E"]]:
+    def play(self, params: PyTree, levels: Level, key: PRNGKeyArray) -> tuple[PyTree, Array]:
         """Returns steps in all mazes, leaves ``[T, E, ...]``, and the values after the last."""
         network: Any = ActorCritic(self.config.hidden)
 
-        def step(now: tuple[Array, Array], key: PRNGKeyArray) -> tuple[Any, dict[str, Array]]:
+        def step(now: tuple[Array, Array], key: PRNGKeyArray) -> tuple[PyTree, dict[str, Array]]:
             obs = jax.vmap(observe)(levels, *now)
             logits, value = network.apply(params, obs)
             action = jax.random.categorical(key, logits)
-            place, won = jax.vmap(move)(levels, now[0], action)
+            position, won = jax.vmap(move)(levels, now[0], action)
             log_prob = log_probability(logits, action)
             steps = {"obs": obs, "action": action, "log_prob": log_prob, "value": value}
-            return (place, action), {**steps, "won": won}
+            return (position, action), {**steps, "won": won}
 
         keys = jax.random.split(key, self.config.length)
         start = (levels.start, jnp.full(levels.start.shape[0], -1))
@@ -242,7 +242,7 @@ class Agent:
         advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-6)
         network: Any = ActorCritic(c.hidden)
 
-        def loss_fn(params: Any) -> Float[Array, ""]:
+        def loss_fn(params: PyTree) -> Float[Array, ""]:
             logits, value = network.apply(params, steps["obs"])
             ratio = jnp.exp(log_probability(logits, steps["action"]) - steps["log_prob"])
             clipped = jnp.clip(ratio, 1 - c.clip, 1 + c.clip)
@@ -251,7 +251,7 @@ class Agent:
             entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
             return jnp.mean(0.5 * (value - target) ** 2 - gain - c.entropy * entropy)
 
-        def update(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+        def update(carry: PyTree, _: None) -> tuple[PyTree, None]:
             params, opt_state = carry
             updates, opt_state = self.optimizer.update(jax.grad(loss_fn)(params), opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), None
@@ -266,7 +266,7 @@ class Agent:
         """Returns generalized advantages; an episode ends at the goal, which earns 1."""
         c = self.config
 
-        def back(carry: tuple[Array, Array], now: Any) -> tuple[tuple[Array, Array], Array]:
+        def back(carry: tuple[Array, Array], now: PyTree) -> tuple[tuple[Array, Array], Array]:
             advantage, after = carry
             won, value = now
             delta = jnp.where(won, 1.0, c.discount * after) - value

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import struct
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -98,8 +98,8 @@ class QNetwork(nn.Module):
 class TrainState(struct.PyTreeNode):
     """The state that training changes."""
 
-    params: Any
-    target_params: Any  # their moving average, which the targets use
+    params: PyTree
+    target_params: PyTree  # their moving average, which the targets use
     opt_state: optax.OptState
     buffer: jaxbuf.TrajectoryBuffer
     envs: GymnaxState
@@ -153,7 +153,7 @@ class Agent:
     def train(self, state: TrainState, length: int) -> tuple[TrainState, dict[str, Array]]:
         """Alternates interaction and learning, all in one ``lax.scan``; also returns metrics."""
 
-        def iteration(state: TrainState, _: None) -> tuple[TrainState, tuple[Any, Any]]:
+        def iteration(state: TrainState, _: None) -> tuple[TrainState, PyTree]:
             state, episodes = self.interact(state, self.config.epsilon)
             state, metrics = self.learn(state)
             return state, (episodes, metrics)
@@ -186,13 +186,13 @@ class Agent:
         batch = buffer.sample(sample_key, c.batch_size)
         weights = jaxbuf.importance_weights(buffer, batch, c.beta)
         # Nothing has to warm up at the start of an episode, where the stored state is right.
-        first = buffer.episode(batch.slots).is_first[:, None]
-        warm = first | (jnp.arange(c.sequence_length) >= c.burn_in)
-        own = warm & buffer.episode_mask(batch.slots)
-        learned = own[:, : -c.n_step]
+        is_first = buffer.episode(batch.slots).is_first[:, None]
+        warm = is_first | (jnp.arange(c.sequence_length) >= c.burn_in)
+        valid = warm & buffer.episode_mask(batch.slots)
+        learned = valid[:, : -c.n_step]
         count = jnp.sum(learned, axis=1)
 
-        def loss_fn(params: Any) -> tuple[Float[Array, ""], tuple[Array, Array]]:
+        def loss_fn(params: PyTree) -> tuple[Float[Array, ""], tuple[Array, Array]]:
             error, states = self.td_error(state, params, batch.data, warm)
             error = jnp.where(learned, error, 0.0)
             loss = 0.5 * jnp.sum(weights[:, None] * error**2) / jnp.maximum(jnp.sum(count), 1)
@@ -209,13 +209,13 @@ class Agent:
         buffer = buffer.update_priority(batch.slots, priority)
         if c.write_back:
             # States within the burn-in still depend on the stored one.
-            buffer = buffer.set_field("hidden", batch.slots, states, mask=own)
+            buffer = buffer.set_field("hidden", batch.slots, states, mask=valid)
         # By how much the stored states were off.
-        metrics = {"loss": loss, "off": jnp.sum(off * own) / jnp.maximum(jnp.sum(own), 1)}
+        metrics = {"loss": loss, "off": jnp.sum(off * valid) / jnp.maximum(jnp.sum(valid), 1)}
         state = state.replace(params=params, target_params=target_params, opt_state=opt_state)
         return state.replace(buffer=buffer, key=key), metrics
 
-    def td_error(self, state: TrainState, params: Any, window: Any, warm: Array) -> Any:
+    def td_error(self, state: TrainState, params: PyTree, window: PyTree, warm: Array) -> PyTree:
         """Returns values minus n-step targets (double DQN), and the states before each step."""
         values, states = self.unroll(params, state.memory, window, warm)
         target_values, _ = self.unroll(state.target_params, state.memory, window, warm)
@@ -227,7 +227,7 @@ class Agent:
         target = returns.reward + returns.discount * next_value
         return value - jax.lax.stop_gradient(target), states
 
-    def unroll(self, params: Any, memory: Array, window: Any, warm: Array) -> Any:
+    def unroll(self, params: PyTree, memory: Array, window: PyTree, warm: Array) -> PyTree:
         """Returns the values at each step ``[B, L, 2]``, and the states before it ``[B, L, H]``."""
         network: Any = QNetwork(self.config.hidden)
 

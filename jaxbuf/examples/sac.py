@@ -26,8 +26,7 @@ from flax import linen as nn
 from flax import struct
 from gymnasium.spaces import Box
 from gymnasium.wrappers.vector import FlattenObservation, RescaleAction
-from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
-from numpy.typing import NDArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 import jaxbuf
 from jaxbuf.examples import _run
@@ -75,8 +74,8 @@ def make_envs(name: str, count: int) -> Any:
     space = envs.single_action_space
     if not isinstance(space, Box) or not space.is_bounded() or len(space.shape) != 1:
         raise ValueError(f"--env is {name}, with actions {space}; expected a bounded vector")
-    one: Any = np.float32(1)
-    return RescaleAction(FlattenObservation(envs), -one, one)
+    bound: Any = np.float32(1)
+    return RescaleAction(FlattenObservation(envs), -bound, bound)
 
 
 class Network(nn.Module):
@@ -97,8 +96,8 @@ class Network(nn.Module):
 class TrainState(struct.PyTreeNode):
     """The state that training changes, which is saved in checkpoints."""
 
-    params: dict[str, Any]  # of the actor and both critics, and the log of the temperature
-    target: Any  # the critics' moving average
+    params: dict[str, PyTree]  # of the actor and both critics, and the log of the temperature
+    target: PyTree  # the critics' moving average
     opt_state: optax.OptState
     buffer: jaxbuf.ItemBuffer
     key: PRNGKeyArray  # of all later randomness
@@ -114,9 +113,9 @@ class Agent:
     updates. The buffer is in the state that ``learn`` donates, so it is updated in place.
     """
 
-    def __init__(self, config: Config, transition: dict[str, Any]) -> None:
+    def __init__(self, config: Config, transition: dict[str, PyTree]) -> None:
         self.config, self.transition = config, transition
-        # The actor tells means and log standard deviations of what tanh makes actions of.
+        # The actor returns means and log standard deviations, before the tanh.
         self.actor: Any = Network(config.hidden, 2 * transition["action"].size)
         self.critic: Any = Network(config.hidden, 1)
         self.optimizer = optax.adam(config.lr)
@@ -138,7 +137,7 @@ class Agent:
         target, opt_state = jax.tree.map(jnp.copy, critics), self.optimizer.init(params)
         return TrainState(params, target, opt_state, buffer, keys[3], keys[4], jnp.int32(0))
 
-    def draw(self, actor: Any, obs: Array, key: PRNGKeyArray | None) -> tuple[Array, Array]:
+    def draw(self, actor: PyTree, obs: Array, key: PRNGKeyArray | None) -> tuple[Array, Array]:
         """Returns actions and their log probabilities; without a key the most likely actions."""
         mean, log_std = jnp.split(self.actor.apply(actor, obs), 2, axis=-1)
         log_std = 3.5 * jnp.tanh(log_std) - 1.5  # from -5 to 2
@@ -149,7 +148,7 @@ class Agent:
         log_prob -= 2 * (math.log(2) - x - nn.softplus(-2 * x))
         return jnp.tanh(x), jnp.sum(log_prob, axis=-1)
 
-    def value(self, critics: Any, obs: Array, action: Array) -> Float[Array, "2 B"]:
+    def value(self, critics: PyTree, obs: Array, action: Array) -> Float[Array, "2 B"]:
         """Returns the values of actions, according to each critic."""
         return jax.vmap(self.critic.apply, (0, None, None))(critics, obs, action)[..., 0]
 
@@ -172,7 +171,7 @@ class Agent:
         weights = jaxbuf.importance_weights(buffer, batch, self.config.beta)
         data = batch.data
 
-        def loss_fn(params: Any) -> tuple[Array, Any]:
+        def loss_fn(params: PyTree) -> tuple[Array, PyTree]:
             fixed = jax.lax.stop_gradient(params)
             temperature = jnp.exp(fixed["log_temperature"])
             # Only termination means that nothing follows; a time limit does not.
@@ -182,7 +181,7 @@ class Agent:
             target = data["reward"] + discount * (value - temperature * log_prob)
             error = self.value(params["critics"], data["obs"], data["action"]) - target[None]
             critic_loss = jnp.mean(weights * jnp.sum(error**2, axis=0))
-            # The actor looks for valuable actions, and for random ones as the temperature says.
+            # The actor maximizes the value, and the entropy weighted by the temperature.
             action, log_prob = self.draw(params["actor"], data["obs"], action_key)
             value = jnp.min(self.value(fixed["critics"], data["obs"], action), axis=0)
             actor_loss = jnp.mean(temperature * log_prob - value)
@@ -194,7 +193,7 @@ class Agent:
 
         grads, (error, log) = jax.grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state)
-        params: Any = optax.apply_updates(state.params, updates)
+        params: PyTree = optax.apply_updates(state.params, updates)
         target = optax.incremental_update(params["critics"], state.target, self.config.target_rate)
         if self.config.sampler == "prioritized":
             buffer = buffer.update_priority(batch.slots, jnp.mean(jnp.abs(error), axis=0))
@@ -209,8 +208,8 @@ class Returns:
         self._sums = np.zeros(num_envs)
         self._finished: list[float] = []
 
-    def add(self, reward: NDArray[Any], ended: NDArray[np.bool_]) -> None:
-        """Takes the rewards of a step, and which episodes ended with it, ``[E]``."""
+    def add(self, reward: Float[np.ndarray, " E"], ended: Bool[np.ndarray, " E"]) -> None:
+        """Takes the rewards of a step, and a mask of the episodes that ended with it."""
         self._sums += reward
         self._finished += self._sums[ended].tolist()
         self._sums[ended] = 0.0
@@ -221,8 +220,8 @@ class Returns:
         return float(np.mean(finished)) if finished else math.nan
 
 
-def play(envs: Any, act: Callable[[Any], Any], seed: int) -> NDArray[np.float64]:
-    """Returns the return of one episode of each of Gymnasium's vector environments, ``[E]``."""
+def play(envs: Any, act: Callable[[Array], Array], seed: int) -> Float[np.ndarray, " E"]:
+    """Returns the return of one episode of each of Gymnasium's vector environments."""
     obs, _ = envs.reset(seed=seed)
     returns, running = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
     while running.any():
@@ -244,9 +243,9 @@ def train(run: _run.Run[Config]) -> None:
     ended, done, returns = None, int(state.step), Returns(config.num_envs)
     length = math.ceil(config.steps / config.num_envs / CHUNKS)
 
-    def chunk(state: TrainState) -> tuple[TrainState, dict[str, Any], str]:
+    def chunk(state: TrainState) -> tuple[TrainState, dict[str, PyTree], str]:
         nonlocal obs, ended, done
-        log: dict[str, Any] = {}
+        log: dict[str, PyTree] = {}
         for _ in range(length):
             if done < config.warmup:
                 updates, action = 0, envs.action_space.sample()
