@@ -541,22 +541,13 @@ class _ShardedBytes:
     checksums: dict[str, int] | None
 
     def __getitem__(self, index: tuple[slice, ...]) -> UInt8[np.ndarray, "..."]:
-        self._check(index)
-        return self.array[(*index, ...)].read().result()
-
-    def _check(self, index: tuple[slice, ...]) -> None:
-        """Checks that the chunks at an index are the ones that were written there.
-
-        Raises:
-            ValueError: If one of them is another chunk.
-        """
-        if self.checksums is None:
-            return
         shape = self.array.shape
         index = (*index, *[slice(None)] * (len(shape) - len(index)))
-        for name in zarr.grid(shape, self.chunk, index):
-            if zarr.checksum(self.folder / name) != self.checksums.get(name):
-                raise ValueError(f"chunk {name} is not the one that was written there")
+        if self.checksums is not None:
+            for name in zarr.grid(shape, self.chunk, index):
+                if zarr.checksum(self.folder / name) != self.checksums.get(name):
+                    raise ValueError(f"chunk {name} is not the one that was written there")
+        return self.array[index].read().result()
 
 
 _Bytes: TypeAlias = UInt8[np.ndarray, "..."] | _ShardedBytes

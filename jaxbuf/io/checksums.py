@@ -58,11 +58,7 @@ class Checksums:
         return Newest(-(-chunks // _SEGMENT), words)
 
     def parse(self, record: records.Record, rows: int) -> Newest:
-        """Returns the checksums that are beside the number of rows.
-
-        Args:
-            record: The JSON object that was written there.
-            rows: The number of rows.
+        """Returns the checksums in the JSON object that is beside the number of rows.
 
         Raises:
             ValueError: If the checksums are not those of ``rows`` rows; also KeyError and
@@ -98,11 +94,6 @@ class Checksums:
 
     def of(self, chunk: int, newest: Newest, rows: int) -> list[int]:
         """Returns the checksums of a chunk, one for each leaf; 0 for an unknown one.
-
-        Args:
-            chunk: The number of the chunk.
-            newest: The checksums that are beside the number of rows.
-            rows: The number of rows.
 
         Raises:
             ValueError: If the file with these checksums is damaged.

@@ -6,7 +6,7 @@ References:
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -172,14 +172,16 @@ def _read(dataset: Any, like: dict[str, PyTree], skip: bool) -> Iterator[dict[st
     Raises:
         ValueError: If an episode does not have them; the message names it.
     """
+    skipped = (_MissingRows,) if skip else ()
     for number, episode in enumerate(_episodes(dataset)):
         try:
             yield _steps(episode, like)
+        except skipped:
+            continue
         except ValueError as error:
-            if not (skip and isinstance(error, _MissingRows)):
-                name = f", with id {episode.id}" if hasattr(episode, "id") else ""
-                message = f"{error} (episode {number} of dataset{name})"
-                raise ValueError(message) from error
+            name = f", with id {episode.id}" if hasattr(episode, "id") else ""
+            message = f"{error} (episode {number} of dataset{name})"
+            raise ValueError(message) from error
 
 
 def _steps(episode: Any, like: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -217,25 +219,25 @@ def _steps(episode: Any, like: dict[str, PyTree]) -> dict[str, PyTree]:
     return steps
 
 
-def _select(like: PyTree, values: Any, name: str) -> PyTree:
+def _select(like: PyTree, values: PyTree, name: str) -> PyTree:
     """Returns the arrays of ``values`` that ``like`` has, in dicts for all mappings.
 
     Raises:
         ValueError: If a mapping lacks a key.
     """
     if isinstance(like, Mapping):
-        keys = [*cast("Mapping[Any, Any]", like)]
+        keys = [*like]
         if not isinstance(values, Mapping):
             expected = ", ".join(map(repr, keys))
             raise ValueError(f"{name} is {kind_of(values)}; expected a dict with {expected}")
         missing = [key for key in keys if key not in values]
         if missing:
-            present = ", ".join(map(repr, cast("Mapping[Any, Any]", values)))
+            present = ", ".join(map(repr, values))
             has = f"it has {present}" if present else "there is nothing in it"
             raise ValueError(f"{name} has no {missing[0]!r}; {has}")
         return {key: _select(like[key], values[key], f"{name}[{key!r}]") for key in keys}
     if type(like) is tuple and isinstance(values, tuple) and len(like) == len(values):
-        pairs = zip(like, cast("tuple[Any, ...]", values), strict=True)
+        pairs = zip(like, values, strict=True)
         return tuple(_select(a, b, f"{name}[{i}]") for i, (a, b) in enumerate(pairs))
     if jax.tree_util.all_leaves([like]) and not isinstance(values, Mapping | tuple):
         # A list of numbers or of arrays, one for each step, is one array.

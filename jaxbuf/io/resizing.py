@@ -24,15 +24,12 @@ Tree = TypeVar("Tree")
 
 
 def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, Leaf]) -> PyTree:
-    """Returns ``like`` with the saved size of each buffer.
+    """Returns ``like`` with the saved size of each buffer; their leaves are ``ShapeDtypeStruct``.
 
     Args:
         like: A pytree with buffers.
         configuration: The result of ``structure.configuration`` for the saved pytree.
         saved: The types of its leaves, by name.
-
-    Returns:
-        The pytree, with ``jax.ShapeDtypeStruct`` leaves in buffers that have another size.
     """
 
     def rebuild(path: KeyPath, node: Any) -> Any:
@@ -178,10 +175,6 @@ def _cannot(path: KeyPath, saved: Any, target: Any) -> str:
 
 def _with_shards(like: Tree, configuration: Configuration) -> Tree:
     """Returns ``like`` with the saved number of shards in each ``Sharded``.
-
-    Args:
-        like: A pytree with buffers.
-        configuration: The result of ``structure.configuration`` for the saved pytree.
 
     Raises:
         ValueError: If items cannot be moved between its shards.

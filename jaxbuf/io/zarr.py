@@ -35,14 +35,7 @@ def new_cache(size: int) -> "Context":
 def open_rows(
     folder: Path, like: jax.ShapeDtypeStruct, chunk: int, cache: "Context", *, create: bool = False
 ) -> "TensorStore":
-    """Opens or creates an array that grows by rows.
-
-    Args:
-        folder: Its folder.
-        like: A batch of rows, ``[B, *shape]``.
-        chunk: Number of rows in a chunk.
-        cache: The cache for chunks.
-        create: Whether to create it.
+    """Opens or creates an array that grows by rows like those of ``like``, ``[B, *shape]``.
 
     Raises:
         ValueError: As ``open_array`` does.
@@ -71,19 +64,9 @@ def open_array(
     may_exist: bool = True,
     create: bool = False,
 ) -> "TensorStore":
-    """Opens or creates an array.
+    """Opens an array if it ``may_exist``, or creates it.
 
-    Args:
-        folder: Its folder.
-        dtype: Its dtype.
-        shape: Its shape.
-        chunk: The shape of a chunk.
-        cache: The cache for chunks.
-        may_exist: Whether it may exist already.
-        create: Whether it may be created.
-
-    Returns:
-        The tensorstore array. A read of a missing or damaged chunk raises a ``ValueError``.
+    A read of a missing or damaged chunk raises a ``ValueError``.
 
     Raises:
         ValueError: If the array does not exist or differs from these arguments, or if it is to be
@@ -134,13 +117,7 @@ def check_sizes(
     chunk: Sequence[int],
     index: tuple[slice, ...] | None = None,
 ) -> None:
-    """Checks that files can hold bytes that are about to be read, before memory is allocated.
-
-    Args:
-        folder: The folder of an array of bytes.
-        shape: Its shape.
-        chunk: The shape of a chunk.
-        index: The part of it that is read; all of it by default.
+    """Checks that files can hold the bytes at an index of an array, before memory is allocated.
 
     Raises:
         ValueError: If a chunk is missing or far too small.
