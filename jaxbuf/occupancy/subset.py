@@ -197,7 +197,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """Yields members without an item, and problems of the inner occupancy."""
         slot = jnp.arange(self.num_slots, dtype=jnp.int32)
         wrong = np.asarray(live & ~self.inner.live(slot))
-        yield from first_wrong(f"{name}.members", live, wrong, "False, the slot is empty")
+        yield from first_wrong(f"{name}.members", live, wrong, "False, empty slot")
         yield from self.inner.check_items(f"{name}.inner", live)
 
     def clear(self) -> Self:

@@ -282,7 +282,7 @@ class Prioritized(ShardableSampler):
         del occupancy
         mass = np.asarray(state.leaves)
         wrong = ~live & (mass != 0)
-        yield from first_wrong(f"{name}.leaves", mass, wrong, "0, the slot is empty")
+        yield from first_wrong(f"{name}.leaves", mass, wrong, "0, empty slot")
 
     def priority(
         self, mass: Float[Array, "..."], power: Function = jnp.power

@@ -223,7 +223,7 @@ class RankBased(KnownSampler):
         """Checks that only items have values, and masses those of their ranks once sorted."""
         value, mass = np.asarray(state.values.leaves), np.asarray(state.masses.leaves)
         in_empty = ~live & (value > -np.inf)
-        yield from first_wrong(f"{name}.values.leaves", value, in_empty, "-inf, the slot is empty")
+        yield from first_wrong(f"{name}.values.leaves", value, in_empty, "-inf, empty slot")
         evicted_by = occupancy.places.item_scores() if self.uses_score else None
         if evicted_by is not None:
             wrong = live & (value != np.asarray(evicted_by))
@@ -233,7 +233,7 @@ class RankBased(KnownSampler):
         legal = f"at least 0 and less than sort_every, {self.sort_every}"
         yield from first_wrong(f"{name}.changes", changes, wrong, legal)
         label = f"{name}.masses.leaves"
-        yield from first_wrong(label, mass, ~live & (mass != 0), "0, the slot is empty")
+        yield from first_wrong(label, mass, ~live & (mass != 0), "0, empty slot")
         yield from first_wrong(label, mass, live & ~(mass > 0), "above 0, the slot holds an item")
         if changes == 0:
             order = np.argsort(-value[live], kind="stable")

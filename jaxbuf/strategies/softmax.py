@@ -301,7 +301,7 @@ class Softmax(ShardableSampler):
         """Checks that only items have scores, and that masses are those of the scores."""
         score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
         in_empty = ~live & (score > -np.inf)
-        yield from first_wrong(f"{name}.scores.leaves", score, in_empty, "-inf, the slot is empty")
+        yield from first_wrong(f"{name}.scores.leaves", score, in_empty, "-inf, empty slot")
         evicted_by = occupancy.places.item_scores()
         if evicted_by is not None:
             wrong = live & (score != np.asarray(evicted_by))

@@ -59,7 +59,7 @@ def assert_valid(buffer: Any) -> None:
         >>> jaxbuf.testing.assert_valid(buffer.replace(sampler_state=masses))
         Traceback (most recent call last):
         AssertionError: buffer is not valid:
-          buffer.sampler_state.leaves[3] is 2.0; expected 0, the slot is empty
+          buffer.sampler_state.leaves[3] is 2.0; expected 0, empty slot
           buffer.support().count is 3; expected at most the size, 2
           buffer.sampler.probability(...) sums to 0.5 over all items; expected 1
     """

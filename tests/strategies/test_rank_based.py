@@ -264,10 +264,10 @@ def test_metrics(by):
 
 
 BROKEN = {
-    "mass of an empty slot": ("masses", 4, 0.1, "expected 0, the slot is empty"),
+    "mass of an empty slot": ("masses", 4, 0.1, "expected 0, empty slot"),
     "no mass of an item": ("masses", 1, 0.0, "expected above 0, the slot holds an item"),
     "another rank": ("masses", 1, 0.9, "expected 0.6155722, the mass of its rank"),
-    "value of an empty slot": ("values", 4, 1.0, "expected -inf, the slot is empty"),
+    "value of an empty slot": ("values", 4, 1.0, "expected -inf, empty slot"),
 }
 
 

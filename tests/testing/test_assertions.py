@@ -144,7 +144,7 @@ def test_a_mass_is_a_finite_number(value):
 def test_no_item_no_mass():
     buffer = prioritized(rows=5, capacity=9)
     masses = buffer.sampler_state.set(jnp.array([6]), jnp.array([1.0]))
-    with says("buffer.sampler_state.leaves[6] is 1.0; expected 0, the slot is empty"):
+    with says("buffer.sampler_state.leaves[6] is 1.0; expected 0, empty slot"):
         testing.assert_valid(buffer.replace(sampler_state=masses))
 
 
@@ -153,7 +153,7 @@ def test_no_window_no_mass():
     testing.assert_valid(buffer)
     # The newest step of the second ring is at its place 2, and begins no window yet.
     masses = buffer.sampler_state.set(jnp.array([10]), jnp.array([1.0]))
-    with says("buffer.sampler_state.leaves[10] is 1.0; expected 0, the slot is empty"):
+    with says("buffer.sampler_state.leaves[10] is 1.0; expected 0, empty slot"):
         testing.assert_valid(buffer.replace(sampler_state=masses))
 
 
@@ -333,7 +333,7 @@ def test_limits_on_freshness_are_kept():
 def test_members_are_items():
     buffer = fresh(max_use=2)
     occupancy = buffer.occupancy
-    with says("buffer.occupancy.members[6] is True; expected False, the slot is empty"):
+    with says("buffer.occupancy.members[6] is True; expected False, empty slot"):
         testing.assert_valid(buffer.replace(occupancy=occupancy.include(jnp.array([6]))))
     # Each count on the path of a member, its bit and the size.
     other = occupancy.exclude(jnp.array([3]))
