@@ -97,7 +97,7 @@ def exchange(
 def _rows_of_round(
     mask: Bool[Array, "D b"], turn: Array, width: int, row: Int[Array, "D b"], past_end: int
 ) -> Int[Array, "D w"]:
-    """Returns the rows of one round with each device, of those that a mask has for all rounds.
+    """Returns the rows of one round with each device, from a mask of the rows of all rounds.
 
     A round with fewer than ``width`` rows is filled up with ``past_end``.
     """
