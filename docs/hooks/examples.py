@@ -50,7 +50,7 @@ def _modules(module: Any) -> list[Any]:
 
 
 def _put_first(kind: Any) -> None:
-    """Orders the members of a class: those that are used first, its own, and inherited ones."""
+    """Orders the members of a class: the ones used first, its own, and inherited ones."""
     inherited = {
         name: Alias(name, member.final_target, parent=kind)
         for name, member in kind.inherited_members.items()
