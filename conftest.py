@@ -12,7 +12,7 @@ import pytest
 # mpi cannot be imported without MPI.
 collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("mpi4jax") is None:
-    collect_ignore_glob.append("jaxbuf/mpi/*")
+    collect_ignore_glob += ["jaxbuf/mpi/*", "tests/programs/mpi_inside.py"]
 # jax.export cannot serialize without it.
 if importlib.util.find_spec("flatbuffers") is None:
     collect_ignore_glob.append("docs/guides/export.md")

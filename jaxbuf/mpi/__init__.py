@@ -7,7 +7,7 @@ import importlib.util
 
 _MISSING = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
 if _MISSING:
-    raise ImportError(
+    raise ModuleNotFoundError(
         f"jaxbuf.mpi needs {' and '.join(_MISSING)}: pip install 'jaxbuf[mpi]' (where there is no "
         "MPI yet, pip install mpich first: mpi4jax is built against it)"
     )

@@ -781,7 +781,7 @@ def test_wherever_an_append_is_killed_the_earlier_rows_are_readable(
         store.append(dull(before, before + more, 1000))
     earlier = {file.relative_to(old): data for file, data in contents(old).items()}
     later = {file.relative_to(new): data for file, data in contents(new).items()}
-    changed = [name for name, data in later.items() if earlier.get(name) != data]
+    changed = sorted(name for name, data in later.items() if earlier.get(name) != data)
     # Chunks are written in any order, and the number of rows at last.
     np.random.default_rng(0).shuffle(changed)
     changed.sort(key=lambda name: name.name == "rows.json")
@@ -795,7 +795,9 @@ def test_wherever_an_append_is_killed_the_earlier_rows_are_readable(
                 (path / name).write_bytes(later[name])
             check_dull(reader.read(slice(None)), 0, before)
         if count < len(changed):
-            (path / changed[count]).with_suffix(".__lock").write_bytes(bytes(1000))
+            lock = (path / changed[count]).with_suffix(".__lock")
+            lock.parent.mkdir(exist_ok=True)
+            lock.write_bytes(bytes(1000))
             check_and_append(path, before)
 
 

@@ -268,7 +268,7 @@ class Careless(jaxbuf.Uniform):
 
     share: float = 0.5
     more: int = 0
-    least: float = 0.1
+    least: float | None = 0.1
 
     def probability(self, state, index, occupancy):
         return jnp.full(index.shape, self.share)
@@ -276,7 +276,9 @@ class Careless(jaxbuf.Uniform):
     def support(self, state, occupancy):
         found = super().support(state, occupancy)
         count = found.count + jnp.int32(self.more)
-        return dataclasses.replace(found, count=count, least_probability=jnp.float32(self.least))
+        # A NaN in the configuration would not equal itself.
+        least = jnp.float32(jnp.nan if self.least is None else self.least)
+        return dataclasses.replace(found, count=count, least_probability=least)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ class Careless(jaxbuf.Uniform):
         ({"share": -0.5}, "buffer.sampler.probability(...)[0] is -0.5; expected a probability"),
         ({"more": 1}, "buffer.support().count is 3; expected at most the size, 2"),
         ({"least": 2.0}, "buffer.support().least_probability is 2.0; expected a probability"),
-        ({"least": np.nan}, "buffer.support().least_probability is nan; expected a probability"),
+        ({"least": None}, "buffer.support().least_probability is nan; expected a probability"),
     ],
 )
 def test_a_sampler_of_ones_own_draws_by_probabilities(options, message):
