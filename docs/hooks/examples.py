@@ -27,7 +27,8 @@ class Examples(Extension):
         for room in ("buffers", "wrappers", "accumulators"):
             for module in _modules(pkg[room]):
                 for kind in module.classes.values():
-                    _put_first(kind)
+                    if not kind.is_alias:
+                        _put_first(kind)
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Rewrites the docstring of one class, function or module."""
