@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
-from jaxbuf.buffers.arguments import check_parts
+from jaxbuf.buffers.arguments import check_parts, check_version
 from jaxbuf.core import describe, storage, trees
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.program import program
@@ -220,10 +220,7 @@ class ChunkAccumulator(struct.PyTreeNode):
                 "set_version was called, but nothing limits staleness here; create the accumulator "
                 "with freshness=jaxbuf.Freshness(...)"
             )
-        new_version = storage.check_rows(version, "version", (), np.int32, "a number")
-        new_session = None
-        if session is not None:
-            new_session = storage.check_rows(session, "session", (), np.int32, "a number")
+        new_version, new_session = check_version(version, session)
         new_session = self.learner[1] if new_session is None else new_session
         accumulator = self.replace(learner=jnp.stack([new_version, new_session]))
         lane, length = self.lanes.lane, self.fragments_per_chunk
@@ -319,12 +316,9 @@ class ChunkAccumulator(struct.PyTreeNode):
         lanes, lane, _, done = self.lanes.take(self.per_add)
         length = self.fragments_per_chunk
         row = lane[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
-        row = self._rotated(row.reshape(-1))
+        row = self._rotated(row.reshape(-1)).reshape(row.shape)  # [K, F]
         rows = jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), self.data)
-        fragments, version, session = jax.tree.map(
-            lambda leaf: leaf.reshape(self.per_add, length, *leaf.shape[1:]),
-            storage.read(rows, row),
-        )
+        fragments, version, session = storage.read(rows, row)
         chunks = Chunk(fragments, version[:, 0], session[:, 0])
         return self.replace(lanes=lanes), chunks, done
 

@@ -352,6 +352,18 @@ def _check_reasons(part: Part) -> None:
         )
 
 
+def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int[Array, ""] | None]:
+    """Returns the learner's version and session as arrays.
+
+    Raises:
+        ValueError: If one of them is not an integer that fits int32.
+    """
+    version = storage.check_rows(version, "version", (), np.int32, "a number")
+    if session is None:
+        return version, None
+    return version, storage.check_rows(session, "session", (), np.int32, "a number")
+
+
 def check_version_used(extras: tuple[Part, ...], version: object, session: object) -> None:
     """Checks that versions and sessions are given only if a part uses them.
 

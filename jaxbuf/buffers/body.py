@@ -18,6 +18,7 @@ from jaxbuf.buffers.arguments import (
     check_sampler,
     check_slots,
     check_update,
+    check_version,
     needs_order,
 )
 from jaxbuf.buffers.base import Base
@@ -181,7 +182,7 @@ class Body(SlottedBuffer, Base):
         # Only items carry gradients.
         state, states = lax.stop_gradient((self.sampler_state, self.extra_states))
         if write_back.listens(self.extras):
-            states = write_back.notify(self, states, row, storage.read(data, row), path)
+            states = write_back.notify_of_write(self, states, row, storage.read(data, row), path)
         return self.replace(data=data, sampler_state=state, extra_states=states)
 
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
@@ -249,7 +250,7 @@ class Body(SlottedBuffer, Base):
     ) -> Self:
         if not any(part.uses_version for part in self.extras):
             raise retire.lacking("set_version")
-        return retire.on_version(self, *retire.check_version(version, session))
+        return retire.on_version(self, *check_version(version, session))
 
     def use_count(self, slots: Slots) -> Int[Array, " B"]:
         return retire.known(self, "use_count", slots)

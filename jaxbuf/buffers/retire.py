@@ -4,14 +4,12 @@ import dataclasses
 from typing import TypeVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.buffers import events
 from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.base import Base
-from jaxbuf.core import storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.bitset import Bitset
@@ -51,18 +49,6 @@ def on_version(
             state = events.notify(part.on_version, state, version, session, size)
             without_data = _retire_stale(without_data.with_state(i, state), i)
     return dataclasses.replace(without_data, data=buffer.data)
-
-
-def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int[Array, ""] | None]:
-    """Returns the learner's version and session as arrays.
-
-    Raises:
-        ValueError: If one of them is not an integer that fits int32.
-    """
-    version = storage.check_rows(version, "version", (), np.int32, "a number")
-    if session is None:
-        return version, None
-    return version, storage.check_rows(session, "session", (), np.int32, "a number")
 
 
 def lacking(method: str) -> ValueError:

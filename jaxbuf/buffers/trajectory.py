@@ -454,10 +454,9 @@ class TrajectoryBuffer(Body):
     ) -> PyTree[Array]:
         field = fields.need(self.data, path, "path", "steps have")
         env, position, shape = broadcast_steps(env_ids, positions)
-        row = self.rings.locate(env, position)
+        row = self.rings.locate(env, position).reshape(shape)
         values = storage.read(field, row)
-        values = trees.choose(row < self.capacity, values, jax.tree.map(jnp.zeros_like, values))
-        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), values)
+        return trees.choose(row < self.capacity, values, jax.tree.map(jnp.zeros_like, values))
 
     def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
         ignore = checks.check_flag("ignore_earliest", ignore_earliest)
@@ -520,7 +519,7 @@ class TrajectoryBuffer(Body):
         if write_back.listens(self.extras):
             for path in paths:
                 states = lax.stop_gradient(ended.extra_states)
-                states = write_back.notify(ended, states, newest, steps, path)
+                states = write_back.notify_of_write(ended, states, newest, steps, path)
                 ended = ended.replace(extra_states=states)
         if not index.episodes.removes:
             return ended

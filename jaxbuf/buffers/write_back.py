@@ -38,7 +38,7 @@ def check_writable(buffer: Base, path: str | None, *, every: bool) -> PyTree[Arr
     return field
 
 
-def notify(
+def notify_of_write(
     buffer: Base,
     states: tuple[State, ...],
     row: Int[Array, "..."],
@@ -109,7 +109,7 @@ def map_field(
         )
         if notified:
             items = jax.tree.map(batch_of, lax.stop_gradient(fields.replace(data, path, field)))
-            states = notify(buffer, states, jnp.where(mask, row, size), items, path)
+            states = notify_of_write(buffer, states, jnp.where(mask, row, size), items, path)
         return field, states
 
     carry = vary_with((field, states), data, buffer.occupancy)

@@ -362,7 +362,7 @@ class Prioritized(ShardableSampler):
         self, state: SegmentTree, occupancy: Occupancy, point: "_Point"
     ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
         """Returns the slots at these points, and their masses."""
-        index, mass = state.find(point.point, point.refine)
+        index, mass = state.find(point.prefix, point.refine)
         index = occupancy.draw_where(~point.by_mass, point.word, index)
         return state.read(index) if self._mixes else (index, mass)
 
@@ -373,9 +373,9 @@ def _quick_power(base: Float[Array, "..."], exponent: Array) -> Float[Array, "..
 
 
 class _Point(NamedTuple):
-    """A point in the mass of a shard, its offset, and a random word for a uniform draw."""
+    """A prefix of the mass of a shard, how far it may be moved, and a word for a uniform draw."""
 
-    point: Float[Array, " B"]
+    prefix: Float[Array, " B"]
     refine: Float[Array, " B"]
     word: UInt[Array, " B"]
     by_mass: Bool[Array, " B"]

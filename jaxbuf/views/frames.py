@@ -9,7 +9,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.core import checks, describe, fields, numbers, sizes, storage
+from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
 from jaxbuf.core.program import program
 
 
@@ -147,13 +147,10 @@ def _take(
     leaf: Array, source: Int[Array, "B L n"], missing: Bool[Array, "B L n"] | None, axis: int
 ) -> Array:
     """Reads frames of the flattened windows, and moves the axis of ``n`` to its place."""
-    frame = leaf.shape[2:]
-    rows = storage.read(lax.collapse(leaf, 0, 2), source.reshape(-1))
-    stacks = rows.reshape(*source.shape, *frame)
+    stacks = storage.read(lax.collapse(leaf, 0, 2), source)  # [B, L, n, *frame]
     if missing is not None:
-        is_missing = missing.reshape(*missing.shape, *(1,) * len(frame))
-        stacks = jnp.where(is_missing, jnp.zeros_like(stacks), stacks)
-    return jnp.moveaxis(stacks, 2, 2 + axis % (len(frame) + 1))
+        stacks = trees.choose(missing, jnp.zeros_like(stacks), stacks)
+    return jnp.moveaxis(stacks, 2, 2 + axis % (leaf.ndim - 1))
 
 
 def _check_axis(axis: object, frame: tuple[int, ...]) -> None:
