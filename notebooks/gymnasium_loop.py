@@ -328,8 +328,7 @@ traces = []
 @nnx.jit
 def update(model, optimizer, key):
     traces.append(1)
-    buffer = model.buffer.get_value()
-    batch = buffer.sample(key, BATCH)
+    batch = model.buffer.sample(key, BATCH)
 
     def loss(model):
         values = model(batch.data["obs"])
@@ -340,7 +339,7 @@ def update(model, optimizer, key):
     where = nnx.DiffState(0, nnx.Param)
     (value, error), gradients = nnx.value_and_grad(loss, argnums=where, has_aux=True)(model)
     optimizer.update(model, gradients)
-    model.buffer.set_value(buffer.update_priority(batch.slots, jnp.abs(error)))
+    model.buffer = nnx.Variable(model.buffer.update_priority(batch.slots, jnp.abs(error)))
     return value
 
 

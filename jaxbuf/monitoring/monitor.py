@@ -163,7 +163,8 @@ class Monitor:
                 one device only; with several, pass False.
         """
         arrays: PyTree = jax.tree.map(jnp.asarray, trees.owned((step, metrics)))
-        self._send(ordered)(*jax.lax.stop_gradient(arrays))
+        rows = _all_rows(*jax.lax.stop_gradient(arrays))
+        jax.debug.callback(self._receive, *rows, ordered=ordered)
 
     def flush(self) -> None:
         """Waits for pending callbacks, and flushes all writers."""
@@ -203,21 +204,6 @@ class Monitor:
 
     def _receive(self, step: Int[np.ndarray, ""], metrics: PyTree[np.ndarray]) -> None:
         self.write(step, metrics)
-
-    def _send(self, ordered: bool) -> Callable[[Int[Array, "..."], PyTree[Array]], None]:
-        # Under vmap an ordered callback is an error, and an unordered one is called for each row.
-        @custom_vmap
-        def send(step: Int[Array, ""], metrics: PyTree[Array]) -> None:
-            jax.debug.callback(self._receive, step, metrics, ordered=ordered)
-
-        @send.def_vmap
-        def _send_batch(
-            size: int, mapped: PyTree[bool], step: Int[Array, " B"], metrics: PyTree[Array]
-        ) -> tuple[None, None]:
-            send(step, metrics)
-            return None, None
-
-        return send
 
 
 class CsvWriter:
@@ -431,6 +417,24 @@ class WandbWriter:
     def close(self) -> None:
         """Finishes the run."""
         self._run.finish()
+
+
+@custom_vmap
+def _all_rows(step: Int[Array, ""], metrics: PyTree[Array]) -> tuple[Int[Array, ""], PyTree[Array]]:
+    """Returns its arguments, under ``vmap`` with all rows and as if they were not mapped.
+
+    Of what is not mapped a callback is called once; of what is mapped an ordered one is an error,
+    and another is called for each row.
+    """
+    return step, metrics
+
+
+@_all_rows.def_vmap
+def _all_rows_of_batch(
+    size: int, mapped: PyTree[bool], step: Int[Array, " B"], metrics: PyTree[Array]
+) -> tuple[PyTree[Array], PyTree[bool]]:
+    rows = _all_rows(step, metrics)
+    return rows, jax.tree.map(lambda _: False, rows)
 
 
 def _flatten(metrics: PyTree) -> dict[str, float]:

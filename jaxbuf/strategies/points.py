@@ -199,7 +199,10 @@ class Points(PointSet, struct.PyTreeNode):
         blocks, groups, stride, columns = self.blocks.shape
         rows = jnp.pad(points, ((0, 0), (0, groups * stride - points.shape[1])))
         block = jnp.where(index < self.capacity, quotient(index, columns), blocks)
-        changed = self.blocks.at[block, :, :, remainder(index, columns)].set(
+        # Each number has its index: XLA may transpose an array of which it writes whole slices.
+        each = jnp.arange(groups)[:, None], jnp.arange(stride)[None, :]
+        block, column = block[:, None, None], remainder(index, columns)[:, None, None]
+        changed = self.blocks.at[block, *each, column].set(
             rows.reshape(-1, groups, stride), mode="drop", unique_indices=True
         )
         return self.replace(blocks=changed)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from tests.programs.mpi_launch import run_in_turn
 
@@ -271,8 +271,9 @@ def _collectives(jaxpr):
         if equation.primitive.name.endswith("_mpi"):
             names.append(equation.primitive.name)
         elif equation.primitive.name != "cond":
-            for inner in jaxprs_in_params(equation.params):
-                names += _collectives(inner)
+            for inner in jax.tree.leaves(equation.params):
+                if isinstance(inner, Jaxpr | ClosedJaxpr):
+                    names += _collectives(inner)
     return names
 
 

@@ -47,7 +47,9 @@ def test_probabilities_are_powers_of_the_time_since_the_last_draw(alpha):
     np.testing.assert_allclose(buffer.get(batch.slots).probability, batch.probability, rtol=1e-6)
     support = buffer.support()
     assert support.count == 4
-    np.testing.assert_allclose(support.least_probability, masses[masses > 0].min() / masses.sum())
+    np.testing.assert_allclose(
+        support.least_probability, masses[masses > 0].min() / masses.sum(), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("stratified", [True, False])
