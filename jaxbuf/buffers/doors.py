@@ -156,11 +156,12 @@ def _door(declared: Function, options: type | None = None) -> Callable[[Door], D
         if function.__name__ not in _signatures:
             _as_declared(declared, options)(function)
         signature = _signatures[function.__name__]
-        changes = {"donate": True} if "donate" in signature.parameters else {}
+        names = frozenset(signature.parameters)
+        changes = {"donate": True} if "donate" in names else {}
 
         @functools.wraps(function)
         def door(*args: Any, **options: Any) -> Any:
-            if options.keys() <= signature.parameters.keys():
+            if options.keys() <= names:
                 return function(*args, **options)
             # One that only a buffer of somebody else takes, or none does, which raises.
             return call(declared, *args, **(changes | options))

@@ -98,6 +98,8 @@ def check_single(buffer: Any) -> Any:
             ``vmap`` returns them.
     """
     one = one_leaf(buffer)
+    if trees.is_concrete(type(one)) and one.ndim < 2 and not one.is_deleted():
+        return buffer
     if isinstance(one, jax.Array):
         if not isinstance(one, jax.core.Tracer) and one.is_deleted():
             check_readable(buffer)

@@ -196,6 +196,16 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
     return to_array(value, name, np.dtype("int32"))
 
 
+def is_settled(tree: PyTree, name: str, dtype: Dtype | None) -> bool:
+    """Returns whether neither ``convert``, if there is a dtype, nor ``narrow`` changes a pytree."""
+    for leaf in trees.leaves(tree, name):
+        if not trees.is_concrete(type(leaf)) or leaf.weak_type:
+            return False
+        if dtype is not None and leaf.dtype != dtype:
+            return False
+    return True
+
+
 def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
     """Returns a pytree whose numbers are as the storage holds them, or else JAX, if they fit.
 

@@ -105,6 +105,8 @@ class Program:
         self.traced = self.defaults.keys() - self.static - set(by_value)
         self.keeps = about.get("keeps", ())
         self.stored = about.get("stored", ())
+        self.dtypes, self.keys = about.get("dtypes", {}), about.get("keys", ())
+        self.buffers = about.get("buffers", ())
 
     def __call__(
         self, args: tuple[Any, ...], options: dict[str, Any], *, donate: bool = False
@@ -125,7 +127,8 @@ class Program:
                 return self.function(**options)  # Python says what is missing.
             first = check_single(args[0])
             args = (first, *args[1:])
-        if trace_state() != _OUTSIDE or any(isinstance(x, OwnPrograms) for x in args):
+        buffers = args if self.buffers or not self.is_method else args[:1]
+        if trace_state() != _OUTSIDE or any(isinstance(x, OwnPrograms) for x in buffers):
             return self.function(*args, **options)
         try:
             return self._run(first, args, options, donate)
@@ -161,8 +164,7 @@ class Program:
         traced: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
         make = _compiled
-        for name in sorted(arguments):
-            value = arguments[name]
+        for name, value in arguments.items():
             if value is None and self.defaults.get(name) is None:
                 continue  # As if it had not been passed.
             if name in self.traced or not (name in self.static or _is_static(value)):
@@ -172,13 +174,15 @@ class Program:
                 if callable(value):
                     # It is the same object, or an equal one, after what it reads has changed.
                     make = _compile
+        fixed = dict(sorted(fixed.items())) if len(fixed) > 1 else fixed
         keeps = self.keeps(first) if callable(self.keeps) else self.keeps
         kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
         if kept:
             first = _with(first, dict.fromkeys(kept, ()))
-        platform = platform_of(one_leaf(first if self.is_method else traced))
+        one = one_leaf(first if self.is_method else traced)
+        platform = _platform(one.sharding) if trees.is_concrete(type(one)) else platform_of(one)
         result = make(self, donate, platform, tuple(fixed), *fixed.values())(first, traced)
-        return _with(result, kept) if kept and isinstance(result, type(first)) else result
+        return _with(result, kept) if kept and type(result) is type(first) else result
 
     def _as_array(self, first: Any, name: str, value: Any, arguments: dict[str, Any]) -> Any:
         """Returns an argument as the compiled function takes it, with copies of NumPy arrays.
@@ -186,17 +190,17 @@ class Program:
         Raises:
             ValueError: If a number does not fit what it becomes, or a buffer was donated.
         """
-        if name in self.about.get("buffers", ()):
+        if name in self.buffers:
             return None if value is None else check_single(value)
-        if name in self.about.get("keys", ()):
+        if name in self.keys:
             return check_key(value)
-        dtype = self.about.get("dtypes", {}).get(name)
+        dtype = self.dtypes.get(name)
+        if numbers.is_settled(value, name, dtype):
+            return value
         if dtype is not None:
             infinite = name in self.about.get("infinite", ())
             converted = numbers.convert(value, name, dtype, infinite=infinite)
             return trees.owned(value) if converted is value else converted
-        if isinstance(value, jax.Array) and not getattr(value, "weak_type", False):
-            return value
 
         def kept() -> PyTree:
             if name not in self.stored:
@@ -243,7 +247,12 @@ def platform_of(arrays: PyTree) -> str:
     """Returns the platform of the device that runs a program called with these arrays."""
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
     first = next((leaf for leaf in leaves if leaf.committed), leaves[0] if leaves else None)
-    return jax.default_backend() if first is None else next(iter(first.devices())).platform
+    return jax.default_backend() if first is None else _platform(first.sharding)
+
+
+@functools.lru_cache(maxsize=1024)
+def _platform(sharding: jax.sharding.Sharding) -> str:
+    return next(iter(sharding.device_set)).platform
 
 
 def is_outside() -> bool:

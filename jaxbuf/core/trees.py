@@ -1,9 +1,11 @@
 """Pytrees as users pass them."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
@@ -37,6 +39,16 @@ def native(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
         return leaf.astype(leaf.dtype.newbyteorder("="))
     return leaf
+
+
+@functools.lru_cache(maxsize=1024)
+def is_concrete(kind: type) -> bool:
+    """Returns whether a class is that of JAX's arrays in memory; those of keys are of another."""
+    return (
+        issubclass(kind, jax.Array)
+        and not issubclass(kind, jax.core.Tracer)
+        and hasattr(kind, "weak_type")
+    )
 
 
 def owned(tree: Tree) -> Tree:
