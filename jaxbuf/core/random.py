@@ -35,7 +35,7 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     """Returns uniform 32-bit words, which are ``jax.random.bits(key, shape, jnp.uint32)``.
 
     On a CPU, JAX makes a loop of many small kernels of its usual generator: most of the time is
-    spent on launching them and on waking other threads. Unrolled it is one kernel.
+    spent on launching them and on waking other threads. Here it is one kernel.
     """
     size, config = math.prod(shape), cast("Any", jax.config)
     usual = jax.random.key_impl(key) == "threefry2x32" and config.jax_threefry_partitionable
@@ -43,9 +43,13 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
     if not usual or size > 2**32 or config.jax_debug_key_reuse:
         return jax.random.bits(key, shape, jnp.uint32)
     arrays = jnp.arange(size, dtype=jnp.uint32), jax.random.key_data(key)
+
+    def natively(_: UInt[Array, " B"], key: UInt[Array, " 2"]) -> UInt[Array, " B"]:
+        return native.random_words(key, count=size)
+
     # Else XLA would compute the words again in each kernel that uses them.
     plainly = functools.partial(in_halves, _threefry)
-    return native.either(_threefry, plainly, *arrays, elsewhere=_threefry).reshape(shape)
+    return native.either(natively, plainly, *arrays, elsewhere=_threefry).reshape(shape)
 
 
 @jax.jit

@@ -27,7 +27,7 @@ from jaxbuf.core import versions
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.types import Function
 
-KERNELS = ("set_leaves", "find", "read", "place", "mark", "keep_last", "take")
+KERNELS = ("set_leaves", "find", "read", "place", "mark", "keep_last", "random_words", "take")
 
 
 @functools.cache
@@ -203,6 +203,11 @@ def mark(
 def keep_last(index: Int[Array, " B"], *, nowhere: int) -> Int[Array, " B"]:
     """Returns the index with ``nowhere`` in place of numbers that a later row repeats."""
     return _call("keep_last", index, index, nowhere=nowhere)
+
+
+def random_words(key: UInt[Array, " 2"], *, count: int) -> UInt[Array, " {count}"]:
+    """Returns Threefry-2x32 of the first ``count`` integers, both halves combined."""
+    return _call("random_words", jax.ShapeDtypeStruct((count,), jnp.uint32), key)
 
 
 def take(

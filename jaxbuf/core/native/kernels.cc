@@ -531,6 +531,37 @@ ffi::Error KeepLast(Ints index, ffi::Result<Ints> out, ffi::Attr<int64_t, kNowhe
   return ffi::Error::Success();
 }
 
+// Random words
+
+// Writes Threefry-2x32 of (0, i) for n counters i, both halves combined by exclusive or.
+JAXBUF_VECTORS void Threefry(const uint32_t* key, int64_t n, uint32_t* __restrict words) {
+  constexpr int kTurns[2][4] = {{17, 29, 16, 24}, {13, 15, 26, 6}};
+  const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA};
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t one = keys[0], two = static_cast<uint32_t>(i) + keys[1];
+#pragma GCC unroll 5
+    for (uint32_t step = 1; step < 6; ++step) {
+#pragma GCC unroll 4
+      for (int turn : kTurns[step % 2]) {
+        one += two;
+        two = one ^ (two << turn | two >> (32 - turn));
+      }
+      one += keys[step % 3];
+      two += keys[(step + 1) % 3] + step;
+    }
+    words[i] = one ^ two;
+  }
+}
+
+ffi::Error RandomWords(Words key, ffi::Result<Words> words) {
+  const size_t axes = key.dimensions().size() - 1;
+  const int64_t lanes = Product(key.dimensions(), axes), rows = words->dimensions()[axes];
+  for (int64_t t = 0; t < lanes; ++t) {
+    Threefry(key.typed_data() + 2 * t, rows, words->typed_data() + t * rows);
+  }
+  return ffi::Error::Success();
+}
+
 // Storage
 
 // Copies runs of `length` slots of several arrays at once, each beginning at slot `start` of a ring.
@@ -604,6 +635,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_read, Read);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_place, Place);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mark, Mark);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_keep_last, KeepLast);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_random_words, RandomWords);
 
 // XLA does not infer how to pass threads, or any number of arrays.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_find, Find,
