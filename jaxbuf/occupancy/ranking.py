@@ -231,11 +231,6 @@ def to_rank(score: jax.Array) -> jax.Array:
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def is_negative(number: jax.Array) -> jax.Array:
-    """Returns a mask of the numbers below zero, however small."""
-    return to_rank(number) < jnp.uint32(1 << 31)
-
-
 def _from_rank(rank: jax.Array) -> jax.Array:
     positive = rank >> jnp.uint32(31) == 1
     return lax.bitcast_convert_type(

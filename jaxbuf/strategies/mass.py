@@ -176,6 +176,14 @@ def draw_shards(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> I
     return shard_of(end, scale_word(word, end[-1].astype(jnp.uint32)).astype(jnp.int32))[0]
 
 
+def is_priority(value: Float[Array, "..."]) -> Bool[Array, "..."]:
+    """Returns a mask of the numbers that are finite and not negative."""
+    # By its bits, since a comparison of numbers may take the smallest ones for zeros.
+    bits = lax.bitcast_convert_type(value, jnp.uint32)
+    infinite, minus_zero = jnp.uint32(0x7F800000), jnp.uint32(1 << 31)
+    return (bits < infinite) | (bits == minus_zero)
+
+
 def least_positive(value: Float[Array, " S"]) -> Float[Array, ""]:
     """Returns the smallest positive value; 0 if no value is positive."""
     least = jnp.min(jnp.where(value > 0, value, jnp.inf), axis=0)

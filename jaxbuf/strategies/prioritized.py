@@ -23,12 +23,12 @@ from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.types import Function
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.occupancy.ranking import is_negative
 from jaxbuf.strategies.mass import (
     change,
     draw_distinct,
     draw_shards,
     ends,
+    is_priority,
     least_positive,
     over,
     points_of_shards,
@@ -153,7 +153,7 @@ class Prioritized(ShardableSampler):
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the priorities that are finite and not negative."""
-        return jnp.isfinite(value) & ~is_negative(value)
+        return is_priority(value)
 
     def on_change(
         self,

@@ -23,8 +23,8 @@ from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.occupancy.ranking import is_negative, score_metrics, to_rank
-from jaxbuf.strategies.mass import change, draw_distinct, effective_size, over, points
+from jaxbuf.occupancy.ranking import score_metrics, to_rank
+from jaxbuf.strategies.mass import change, draw_distinct, effective_size, is_priority, over, points
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 
@@ -129,7 +129,7 @@ class RankBased(KnownSampler):
         """Returns a mask of the finite priorities of at least 0, or the scores that are not NaN."""
         if self.by == "score":
             return ~jnp.isnan(value)
-        return jnp.isfinite(value) & ~is_negative(value)
+        return is_priority(value)
 
     def on_change(
         self,

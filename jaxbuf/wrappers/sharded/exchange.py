@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.core import collectives
-from jaxbuf.wrappers.sharded.per_device import numbers_of
+from jaxbuf.wrappers.sharded.per_device import map_shards, numbers_of
 
 # A batch of at most this many bytes is exchanged in a single step, with room for every row from
 # every device.
@@ -52,7 +52,7 @@ def exchange(
 
     def send(row: Int[Array, " n"]) -> PyTree[Array]:
         """Sends block ``d`` of these rows to device ``d``; returns a block from each device."""
-        rows = jax.vmap(fetch, in_axes=(0, 0, None))(shards, numbers, row)  # [L, n, ...]
+        rows = map_shards(fetch, in_axes=(0, 0, None))(shards, numbers, row)  # [L, n, ...]
         shard = shard_of_row.at[row].get(mode="clip")  # [n]
         holder = jnp.clip(shard - numbers[0], 0, local - 1)  # [n]
         index = jnp.arange(row.shape[0], dtype=jnp.int32)
@@ -72,7 +72,7 @@ def exchange(
     # Most rows are already on the device where they belong. The others are sent in rounds of a few
     # rows between each pair of devices.
     blocks = row[this_device].reshape(local, per_shard)
-    batch = jax.vmap(fetch)(shards, numbers, blocks)  # [L, B / S, ...]
+    batch = map_shards(fetch)(shards, numbers, blocks)  # [L, B / S, ...]
     batch = jax.tree.map(lambda leaf: leaf.reshape(per_device, *leaf.shape[2:]), batch)
     moves = shard_of_row.reshape(devices, per_device) != row // per_shard  # [D, B / D]
     device = jnp.arange(devices, dtype=jnp.int32)[:, None]

@@ -19,7 +19,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import Sampler, ShardableSampler
-from jaxbuf.wrappers.sharded.per_device import Shards, num_local, numbers_of, run
+from jaxbuf.wrappers.sharded.per_device import Shards, map_shards, num_local, numbers_of, run
 
 AnyShards = TypeVar("AnyShards", bound=Shards)
 
@@ -305,12 +305,7 @@ def change_each(
     """Applies ``change(shard, *arguments)`` to every shard."""
 
     def body(shards: Body, _: object, replicated: tuple[PyTree[Array], ...]) -> Body:
-        if num_local(shards) > 1:
-            return jax.vmap(lambda shard: change(shard, *replicated))(shards)
-        # A single shard is not mapped: its loops end by its own conditions, and XLA updates what
-        # they carry in place.
-        changed = change(jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), shards), *replicated)
-        return jax.tree.map(lambda leaf: leaf[None], changed)
+        return map_shards(lambda shard: change(shard, *replicated))(shards)
 
     return buffer.replace(shards=run(buffer, body, replicated=arguments))
 

@@ -114,6 +114,28 @@ def num_local(shards: PyTree[Array]) -> int:
     return jax.tree.leaves(shards)[0].shape[0]
 
 
+def map_shards(
+    function: Callable[..., Result], in_axes: int | tuple[int | None, ...] = 0
+) -> Callable[..., Result]:
+    """Returns ``jax.vmap(function, in_axes)``, to be called with the shards of this device.
+
+    A single shard is not mapped: its loops end by its own conditions, XLA updates what they carry
+    in place, and a TPU lays its arrays out as those of any buffer, without a copy.
+    """
+
+    def call(*args: PyTree[Array]) -> Result:
+        axes = (in_axes,) * len(args) if isinstance(in_axes, int) else in_axes
+        if num_local([arg for arg, axis in zip(args, axes, strict=True) if axis == 0]) > 1:
+            return jax.vmap(function, in_axes)(*args)
+        single = [
+            arg if axis is None else jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), arg)
+            for arg, axis in zip(args, axes, strict=True)
+        ]
+        return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), function(*single))
+
+    return call
+
+
 def numbers_of(shards: PyTree[Array], axis: str) -> Int[Array, " L"]:
     """Returns the numbers of the shards on this device."""
     local = num_local(shards)

@@ -15,7 +15,7 @@ from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.wrappers.sharded.exchange import exchange, local_order
 from jaxbuf.wrappers.sharded.operations import global_slots, sampler_of, shard_slots, summarize
-from jaxbuf.wrappers.sharded.per_device import Shards, num_local, numbers_of, run
+from jaxbuf.wrappers.sharded.per_device import Shards, map_shards, num_local, numbers_of, run
 
 
 def sample(buffer: Shards, key: PRNGKeyArray, batch_size: int) -> Sample:
@@ -75,7 +75,7 @@ def _equal_parts(buffer: Shards, shards: Body, key: PRNGKeyArray, batch_size: in
             probability=batch.probability / count,
         )
 
-    batch = jax.vmap(draw)(shards, numbers_of(shards, buffer.axis))  # [L, B / S]
+    batch = map_shards(draw)(shards, numbers_of(shards, buffer.axis))  # [L, B / S]
     return jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), batch)
 
 
