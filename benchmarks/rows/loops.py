@@ -62,7 +62,7 @@ class SpacedContestant:
         self._contestant.verify()
 
     def operations(self) -> Mapping[str, Operation]:
-        """Those of the other that are called from Python."""
+        """Returns what the other does when it is called from Python."""
         return {
             name: Operation(_between(one.run), prepare=one.prepare)
             for name, one in self._contestant.operations().items()
@@ -114,14 +114,14 @@ class RingContestant:
             raise UnequalWork("a sampled transition has leaves of several")
 
     def operations(self) -> Mapping[str, Operation]:
-        """Those that need no priorities."""
+        """Returns adding and sampling, which need no priorities."""
         return {
             "python add": Operation(lambda calls: repeat_calls(self._add, calls)),
             "python sample": Operation(lambda calls: repeat_calls(self._sample, calls)),
         }
 
     def facts(self) -> Mapping[str, str]:
-        """None: it holds the data only."""
+        """Returns none: it holds the data only."""
         return {}
 
     def _add(self) -> None:
