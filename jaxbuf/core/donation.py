@@ -17,13 +17,7 @@ def is_donated(tree: object, name: str = "tree") -> bool:
         ValueError: If the tree, which the error calls ``name``, is not a pytree.
     """
     leaves = trees.leaves(tree, name)
-    # Few classes are looked at instead of many leaves, because each call from Python comes here.
-    concrete = {
-        kind
-        for kind in set(map(type, leaves))
-        if issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
-    }
-    return any(leaf.is_deleted() for leaf in leaves if type(leaf) in concrete)
+    return any(leaf.is_deleted() for leaf in leaves if trees.is_concrete(type(leaf)))
 
 
 def check_not_donated(tree: object, name: str) -> None:
@@ -98,14 +92,12 @@ def check_single(buffer: Any) -> Any:
             ``vmap`` returns them.
     """
     one = one_leaf(buffer)
-    if trees.is_concrete(type(one)) and one.ndim < 2 and not one.is_deleted():
-        return buffer
-    if isinstance(one, jax.Array):
-        if not isinstance(one, jax.core.Tracer) and one.is_deleted():
+    if trees.is_concrete(type(one)):
+        if one.is_deleted():
             check_readable(buffer)
     elif isinstance(one, np.ndarray | np.generic):
         buffer = trees.on_device(buffer)
-    else:
+    elif not isinstance(one, jax.core.Tracer):
         check_readable(buffer)
     if np.ndim(getattr(buffer, "counters", ())) > 1:
         count = " × ".join(str(axis) for axis in buffer.counters.shape[:-1])

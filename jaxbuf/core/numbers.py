@@ -199,7 +199,7 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
 def is_settled(tree: PyTree, name: str, dtype: Dtype | None) -> bool:
     """Returns whether neither ``convert``, if there is a dtype, nor ``narrow`` changes a pytree."""
     for leaf in trees.leaves(tree, name):
-        if not trees.is_concrete(type(leaf)) or leaf.weak_type:
+        if not trees.is_concrete(type(leaf)) or _may_change(leaf):
             return False
         if dtype is not None and leaf.dtype != dtype:
             return False

@@ -127,8 +127,7 @@ class Program:
                 return self.function(**options)  # Python says what is missing.
             first = check_single(args[0])
             args = (first, *args[1:])
-        buffers = args if self.buffers or not self.is_method else args[:1]
-        if trace_state() != _OUTSIDE or any(isinstance(x, OwnPrograms) for x in buffers):
+        if trace_state() != _OUTSIDE or any(isinstance(x, OwnPrograms) for x in args):
             return self.function(*args, **options)
         try:
             return self._run(first, args, options, donate)
@@ -164,7 +163,7 @@ class Program:
         traced: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
         make = _compiled
-        for name, value in arguments.items():
+        for name, value in sorted(arguments.items()):
             if value is None and self.defaults.get(name) is None:
                 continue  # As if it had not been passed.
             if name in self.traced or not (name in self.static or _is_static(value)):
@@ -174,13 +173,11 @@ class Program:
                 if callable(value):
                     # It is the same object, or an equal one, after what it reads has changed.
                     make = _compile
-        fixed = dict(sorted(fixed.items())) if len(fixed) > 1 else fixed
         keeps = self.keeps(first) if callable(self.keeps) else self.keeps
         kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
         if kept:
             first = _with(first, dict.fromkeys(kept, ()))
-        one = one_leaf(first if self.is_method else traced)
-        platform = _platform(one.sharding) if trees.is_concrete(type(one)) else platform_of(one)
+        platform = platform_of(one_leaf(first if self.is_method else traced))
         result = make(self, donate, platform, tuple(fixed), *fixed.values())(first, traced)
         return _with(result, kept) if kept and type(result) is type(first) else result
 
@@ -245,6 +242,8 @@ def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
 
 def platform_of(arrays: PyTree) -> str:
     """Returns the platform of the device that runs a program called with these arrays."""
+    if trees.is_concrete(type(arrays)):
+        return _platform(arrays.sharding)
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
     first = next((leaf for leaf in leaves if leaf.committed), leaves[0] if leaves else None)
     return jax.default_backend() if first is None else _platform(first.sharding)

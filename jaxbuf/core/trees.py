@@ -43,12 +43,8 @@ def native(leaf: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def is_concrete(kind: type) -> bool:
-    """Returns whether a class is that of JAX's arrays in memory; those of keys are of another."""
-    return (
-        issubclass(kind, jax.Array)
-        and not issubclass(kind, jax.core.Tracer)
-        and hasattr(kind, "weak_type")
-    )
+    """Returns whether a class is one of JAX's arrays that are not traced."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
 def owned(tree: Tree) -> Tree:

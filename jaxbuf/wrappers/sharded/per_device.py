@@ -120,7 +120,8 @@ def map_shards(
     """Returns ``jax.vmap(function, in_axes)``, to be called with the shards of this device.
 
     A single shard is not mapped: its loops end by its own conditions, XLA updates what they carry
-    in place, and a TPU lays its arrays out as those of any buffer, without a copy.
+    in place, and a TPU lays its arrays out as those of any buffer, without a copy. Where a kernel
+    updates an array in place use ``jax.vmap``: without the axis, XLA:CPU copies the array.
     """
 
     def call(*args: PyTree[Array]) -> Result:
