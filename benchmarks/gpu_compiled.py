@@ -11,6 +11,8 @@ machine has. Nothing runs, so there are no times; but what a program does is fix
 * **beside**: bytes that the program needs beside its arguments, what it returns included.
 * **copied**: bytes of copies of arrays with at least a byte per slot, of which an update or add
   should make none.
+* **lines**: of the program that XLA makes of it.
+* **seconds**: of the CPU that traces and compiles the program, all threads together.
 
 Of a loop of unknown length one step is counted, and of a conditional every branch.
 
@@ -23,6 +25,7 @@ import dataclasses
 import functools
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +68,7 @@ STATES = Transitions(
 )
 """States of a GFlowNet."""
 
-COUNTS = ("kernels", "waits", "beside", "copied")
+COUNTS = ("kernels", "waits", "beside", "copied", "lines", "seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Counts:
     waits: int
     beside: int
     copied: int
+    lines: int
+    seconds: float
 
 
 def jobs() -> list[Job]:
@@ -136,23 +141,21 @@ def device() -> Any:
     return topology.devices[0]
 
 
-def count(program: Any, capacity: int, calls: int = 1) -> Counts:
-    """Counts the work of one call in a program of several."""
-    work = hlo.work(program.as_text(), capacity)
-    return Counts(
-        work.kernels // calls, work.waits // calls, memory_beyond(program), work.copied // calls
-    )
-
-
 def counted(job: Job, library: str, operation: str) -> Counts | None:
     """Counts the work of an operation of a library; None if the library lacks it."""
     where = SingleDeviceSharding(device())
+    jax.clear_caches()
+    began = time.process_time()
     with using_width(WIDE):
-        program = lowered(job, library, operation, lambda spec: where, scan_cycle, SCAN_LENGTH)
-    if program is None:
+        traced = lowered(job, library, operation, lambda spec: where, scan_cycle, SCAN_LENGTH)
+    if traced is None:
         return None
+    program = traced.compile()
+    seconds, text = time.process_time() - began, program.as_text() or ""
     calls = SCAN_LENGTH if operation == "cycle" else 1
-    return count(program.compile(), job.workload.capacity, calls)
+    kernels, waits, copied = (each // calls for each in hlo.work(text, job.workload.capacity))
+    beside, rows = memory_beyond(program), len(text.splitlines())
+    return Counts(kernels, waits, beside, copied, rows, round(seconds, 1))
 
 
 def _cells(job: Job, library: str, operation: str) -> list[str] | None:

@@ -21,7 +21,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -358,30 +358,24 @@ def levels(capacity: int, ops: int, width: int = NARROW) -> tuple[Level, ...]:
 
 
 def combine(op: Op, children: Int[Array, "... W"]) -> Int[Array, "..."]:
-    """Returns the bits of a node, computed from those of its children.
-
-    Extremes are compared as integers: with the lower bits of negative ones flipped, the bits of
-    floats have their order.
-    """
-    last = [children.ndim - 1]
-    if op == "sum":
-        return _bits(_total(_floats(children)))
-    if op == "min_positive":
-        least = lax.reduce_min(jnp.where(children > 0, children, _INFINITY), last)
-        return jnp.where(least < _INFINITY, least, 0)
-    pick = lax.reduce_max if op == "max" else lax.reduce_min
-    return _ordered(pick(_ordered(children), last))
+    """Returns the bits of a node, computed from those of its children."""
+    if op == "sum" and children.shape[-1] == NARROW:
+        return _bits(_sums(jnp.moveaxis(_floats(children), -1, 0))[-1])
+    return _reduced((op,), (children,))[0]
 
 
-def _ordered(bits: Int[Array, "..."]) -> Int[Array, "..."]:
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def _reduced(ops: Sequence[str], rows: Sequence[Int[Array, "... W"]]) -> list[Int[Array, "..."]]:
+    """Returns the bits of nodes for each operation, of all in one reduction."""
+    reductions = [_REDUCTIONS[op] for op in ops]
+    numbers = tuple(each.read(row) for each, row in zip(reductions, rows, strict=True))
+    neutral = tuple(each.neutral for each in reductions)
 
+    def combined(ours: Sequence[Array], theirs: Sequence[Array]) -> tuple[Array, ...]:
+        each = zip(reductions, ours, theirs, strict=True)
+        return tuple(reduction.combine(a, b) for reduction, a, b in each)
 
-def _total(masses: Float[Array, "... W"]) -> Float[Array, "..."]:
-    """Returns the sums of blocks."""
-    if masses.shape[-1] == NARROW:
-        return _sums(jnp.moveaxis(masses, -1, 0))[-1]
-    return lax.reduce_sum(masses, [masses.ndim - 1])
+    nodes = lax.reduce(numbers, neutral, combined, [rows[0].ndim - 1])
+    return [each.bits(node) for each, node in zip(reductions, nodes, strict=True)]
 
 
 def _sums(masses: Float[Array, "W ..."]) -> Float[Array, "W ..."]:
@@ -407,6 +401,35 @@ def _floats(bits: Int[Array, "..."]) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _ordered(bits: Int[Array, "..."]) -> Int[Array, "..."]:
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+class _Reduction(NamedTuple):
+    """A reduction: its functions read bits of children, combine numbers, and return bits."""
+
+    read: Function
+    neutral: Any
+    combine: Function
+    bits: Function
+
+
+# Extremes are compared as integers: with the lower bits of negative ones flipped, the bits of
+# floats have their order.
+_REDUCTIONS = {
+    "sum": _Reduction(_floats, np.float32(0.0), lax.add, _bits),
+    "max": _Reduction(_ordered, np.int32(-(2**31)), lax.max, _ordered),
+    "min": _Reduction(_ordered, np.int32(2**31 - 1), lax.min, _ordered),
+    "min_positive": _Reduction(
+        lambda bits: jnp.where(bits > 0, bits, _INFINITY),
+        np.int32(_INFINITY),
+        lax.min,
+        lambda least: jnp.where(least < _INFINITY, least, 0),
+    ),
+    "count": _Reduction(lambda bits: bits, np.int32(0), lax.add, lambda count: count),
+}
+
+
 def _empty(ops: tuple[Op, ...]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Returns the bits of a node without leaves, one for each operation, and its count."""
     neutral = {_NEUTRAL[op] for op in ops}
@@ -429,6 +452,8 @@ def _values(ops: tuple[Op, ...], rows: Rows) -> list[Int[Array, " B"]]:
     if len(rows) == 1:
         counted = (rows[0] > 0) & (rows[0] < _INFINITY)
         rows = [*[rows[0]] * len(ops), counted.astype(jnp.int32)]
+    if rows[0].shape[1] != NARROW:
+        return _reduced([*ops, "count"], rows)
     values = [combine(op, row) for op, row in zip(ops, rows[:-1], strict=True)]
     return [*values, lax.reduce_sum(rows[-1], [1])]
 
