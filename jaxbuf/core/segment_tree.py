@@ -2,13 +2,15 @@
 
 A node has ``width`` children and is always recomputed from them, never updated by a difference.
 Rounding errors therefore do not accumulate, and a bad value is gone once it is overwritten. A
-*block* holds the children of one node. Nodes are stored as bits, in one of two layouts:
+*block* holds the children of one node. Leaves are stored as bits, and nodes in one of two layouts:
 
 * For a CPU blocks have 16 numbers, and all nodes lie in one array, as the kernels in C++ expect it:
   the leaves first, then one level after the other. A block of a higher level has 16 numbers for
-  each operation and 16 counts, so that one gather reads everything a node is computed from.
+  each operation and 16 counts, so that one gather reads everything a node is computed from. All
+  of them are bits.
 * For accelerators blocks have 128 numbers, as many as a register of a TPU has in a row. Each level
-  has an array ``[blocks, 128]`` for each operation and one of counts.
+  has an array ``[blocks, 128]`` for each operation and one of counts, of the numbers that are
+  reduced again for the level above.
 
 References:
     Schaul et al., Prioritized Experience Replay, ICLR 2016 (appendix B.2.1: the sum tree).
@@ -28,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Num, PyTree
 
 from jaxbuf.core import native
 from jaxbuf.core.order import in_halves
@@ -52,11 +54,11 @@ _NEUTRAL: dict[Op, float] = {"sum": 0.0, "min": math.inf, "max": -math.inf, "min
 
 # Blocks of a level, an array ``[blocks, width]`` for each operation and one of counts. Blocks of
 # leaves have a single row.
-Rows: TypeAlias = Sequence[Int[Array, "B W"]]
+Rows: TypeAlias = Sequence[Num[Array, "*B W"]]
 # A level as it is stored: an array ``[P]``, or its rows.
 Stored: TypeAlias = Any
 # All levels: one array, or an array for each of their rows.
-Nodes: TypeAlias = Int[Array, " P"] | tuple[tuple[Int[Array, "B W"], ...], ...]
+Nodes: TypeAlias = Int[Array, " P"] | tuple[tuple[Num[Array, "B W"], ...], ...]
 
 # Part of the key of jit's cache. 0 is the width for the platform on which arrays are created.
 _forced: Any = jax.make_user_context(int(os.environ.get("JAXBUF_TREE_WIDTH", "0")))
@@ -111,8 +113,8 @@ class SegmentTree(Checked, struct.PyTreeNode):
     """An array of ``capacity`` numbers with reductions over all of them and over ranges.
 
     Attributes:
-        nodes: The bits of the leaves and of the nodes above them, int32: ``[P]`` in a narrow tree,
-            ``[blocks, width]`` for each operation of each level in a wide one.
+        nodes: The leaves and the nodes above them: bits ``[P]``, int32, in a narrow tree, and
+            arrays ``[blocks, width]`` for each operation of each level in a wide one.
         roots: The bits of the reduction over all leaves, one for each operation, and the number
             of positive leaves; ``[len(ops) + 1]`` int32.
         capacity: Number of leaves.
@@ -271,6 +273,8 @@ class SegmentTree(Checked, struct.PyTreeNode):
                 inside = (node >= begin) & (node < end)
                 exists = jnp.minimum(block, level.blocks - 1)[None]
                 values = _rows(self.nodes, level, exists)[row if level.number else 0][0]
+                if width != NARROW and level.number:
+                    values = _REDUCTIONS[name].bits(values)
                 parts.append(jnp.where(inside, values, neutral))
             low, high = above_low, jnp.maximum(above_high, above_low)
         whole = (lane >= low) & (lane < high)
@@ -361,21 +365,20 @@ def combine(op: Op, children: Int[Array, "... W"]) -> Int[Array, "..."]:
     """Returns the bits of a node, computed from those of its children."""
     if op == "sum" and children.shape[-1] == NARROW:
         return _bits(_sums(jnp.moveaxis(_floats(children), -1, 0))[-1])
-    return _reduced((op,), (children,))[0]
+    reduction = _REDUCTIONS[op]
+    return reduction.bits(_reduced((op,), (reduction.read(children),))[0])
 
 
-def _reduced(ops: Sequence[str], rows: Sequence[Int[Array, "... W"]]) -> list[Int[Array, "..."]]:
-    """Returns the bits of nodes for each operation, of all in one reduction."""
+def _reduced(ops: Sequence[str], rows: Rows) -> list[Num[Array, "*B"]]:
+    """Returns the nodes above blocks of numbers for each operation, of all in one reduction."""
     reductions = [_REDUCTIONS[op] for op in ops]
-    numbers = tuple(each.read(row) for each, row in zip(reductions, rows, strict=True))
-    neutral = tuple(each.neutral for each in reductions)
 
     def combined(ours: Sequence[Array], theirs: Sequence[Array]) -> tuple[Array, ...]:
         each = zip(reductions, ours, theirs, strict=True)
         return tuple(reduction.combine(a, b) for reduction, a, b in each)
 
-    nodes = lax.reduce(numbers, neutral, combined, [rows[0].ndim - 1])
-    return [each.bits(node) for each, node in zip(reductions, nodes, strict=True)]
+    neutral = tuple(each.neutral for each in reductions)
+    return list(lax.reduce(tuple(rows), neutral, combined, [rows[0].ndim - 1]))
 
 
 def _sums(masses: Float[Array, "W ..."]) -> Float[Array, "W ..."]:
@@ -406,7 +409,7 @@ def _ordered(bits: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 class _Reduction(NamedTuple):
-    """A reduction: its functions read bits of children, combine numbers, and return bits."""
+    """A reduction: its functions read leaves, combine the numbers read, and return bits again."""
 
     read: Function
     neutral: Any
@@ -426,7 +429,12 @@ _REDUCTIONS = {
         lax.min,
         lambda least: jnp.where(least < _INFINITY, least, 0),
     ),
-    "count": _Reduction(lambda bits: bits, np.int32(0), lax.add, lambda count: count),
+    "count": _Reduction(
+        lambda bits: ((bits > 0) & (bits < _INFINITY)).astype(jnp.int32),
+        np.int32(0),
+        lax.add,
+        lambda count: count,
+    ),
 }
 
 
@@ -441,21 +449,34 @@ def _empty(ops: tuple[Op, ...]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 def _empty_nodes(capacity: int, ops: tuple[Op, ...], width: int) -> tuple[Nodes, Int[Array, " K"]]:
     empty = _empty(ops)
     stored = [
-        _stored([jnp.full((level.blocks, width), none) for none in empty[: level.rows]])
+        _stored(
+            [jnp.full((level.blocks, width), none) for none in _empty_row(ops, level.rows, width)]
+        )
         for level in levels(capacity, len(ops), width)
     ]
     return _joined(stored), jnp.asarray(empty)
 
 
-def _values(ops: tuple[Op, ...], rows: Rows) -> list[Int[Array, " B"]]:
+def _empty_row(ops: tuple[Op, ...], count: int, width: int) -> list[Any]:
+    """Returns what a level stores of a node without leaves."""
+    empty = _empty(ops)
+    if width == NARROW or count == 1:
+        return list(empty[:count])
+    return [_REDUCTIONS[op].read(jnp.int32(empty[0])) for op in (*ops, "count")]
+
+
+def _values(ops: tuple[Op, ...], rows: Rows) -> list[Num[Array, "*B"]]:
     """Returns the nodes above blocks, an array for each operation, and their counts."""
-    if len(rows) == 1:
-        counted = (rows[0] > 0) & (rows[0] < _INFINITY)
-        rows = [*[rows[0]] * len(ops), counted.astype(jnp.int32)]
-    if rows[0].shape[1] != NARROW:
-        return _reduced([*ops, "count"], rows)
-    values = [combine(op, row) for op, row in zip(ops, rows[:-1], strict=True)]
-    return [*values, lax.reduce_sum(rows[-1], [1])]
+    names, of_leaves = (*ops, "count"), len(rows) == 1
+    if of_leaves:
+        rows = [rows[0]] * len(names)
+    if rows[0].shape[-1] == NARROW:
+        counts = _REDUCTIONS["count"].read(rows[-1]) if of_leaves else rows[-1]
+        values = [combine(op, row) for op, row in zip(ops, rows[:-1], strict=True)]
+        return [*values, lax.reduce_sum(counts, [counts.ndim - 1])]
+    if of_leaves:
+        rows = [_REDUCTIONS[name].read(row) for name, row in zip(names, rows, strict=True)]
+    return _reduced(names, rows)
 
 
 def _above(ops: tuple[Op, ...], rows: Rows) -> tuple[list[Stored], Int[Array, " K"]]:
@@ -463,13 +484,23 @@ def _above(ops: tuple[Op, ...], rows: Rows) -> tuple[list[Stored], Int[Array, " 
     above: list[Stored] = []
     while rows[0].shape[0] > 1:
         blocks, width = rows[0].shape
-        padded = [
-            jnp.pad(value, (0, -blocks % width), constant_values=none).reshape(-1, width)
-            for value, none in zip(_values(ops, rows), _empty(ops), strict=True)
+        if blocks % width == 0:
+            # A TPU would copy the nodes to blocks, if they were not computed there.
+            values = _values(ops, [row.reshape(-1, width, width) for row in rows])
+        else:
+            padding, none = (0, -blocks % width), _empty_row(ops, len(ops) + 1, width)
+            values = [
+                jnp.pad(value, padding, constant_values=empty).reshape(-1, width)
+                for value, empty in zip(_values(ops, rows), none, strict=True)
+            ]
+        above.append(_stored(values))
+        rows = _rows_of(above[-1], len(values))
+    roots = _values(ops, rows)
+    if rows[0].shape[1] != NARROW:
+        roots = [
+            _REDUCTIONS[op].bits(root) for op, root in zip((*ops, "count"), roots, strict=True)
         ]
-        above.append(_stored(padded))
-        rows = _rows_of(above[-1], len(padded))
-    return above, jnp.concatenate(_values(ops, rows))
+    return above, jnp.concatenate(roots)
 
 
 def _stored(rows: Rows) -> Stored:
@@ -565,18 +596,21 @@ def _set_plainly(
     legal = (index >= 0) & (index < capacity)
     at = _place(nodes, jnp.where(legal, index, leaves.size))
     if rows > 1 and not unique:
-        # The leaves serve as scratch space to find the last of several rows for one leaf.
-        number = jnp.arange(1, rows + 1, dtype=jnp.int32)
-        leaves = leaves.at[at].set(0, mode="drop").at[at].max(number, mode="drop")
+        # The leaves serve as scratch space to find the last of several rows for one leaf, with
+        # numbers above the bits of infinity, or with leaves of 0 if there are too few of these.
+        if rows > 2**31 - 1 - _INFINITY:
+            leaves = leaves.at[at].set(0, mode="drop")
+        number = jnp.arange(2**31 - rows, 2**31, dtype=jnp.int32)
+        leaves = leaves.at[at].max(number, mode="drop")
         last = leaves.at[at].get(mode="fill", fill_value=0) == number
         at = _place(nodes, jnp.where(last, index, leaves.size))
     leaves = leaves.at[at].set(bits, mode="drop")
     nodes = ((leaves,), *nodes[1:]) if isinstance(nodes, tuple) else leaves
     # Recompute the parents of changed nodes, until a level has few nodes or no more than there are
-    # rows. All nodes above are recomputed, which takes no gathers and fewer kernels. A dropped row
-    # recomputes the parents of the first leaf.
+    # rows. All nodes above are recomputed, which takes no gathers and fewer kernels: in a wide tree
+    # those of up to 2**20 leaves. A dropped row recomputes the parents of the first leaf.
     node = jnp.where(legal, index, 0)
-    few = max(rows, WIDE)
+    few = max(rows, width * width // 2)
     while above and above[0].count > few:
         node, _ = _split(node, width)
         values = _values(ops, _rows(nodes, below, node))
