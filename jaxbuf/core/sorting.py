@@ -15,14 +15,18 @@ _CHUNK = 128
 def order(number: UInt[Array, " N"]) -> Int[Array, " N"]:
     """Returns the indices that sort the numbers, of equal ones the first one first.
 
-    XLA sorts single numbers several times faster than pairs on a CPU. Therefore the numbers are
-    sorted by a part of their bits at a time, from the lowest to the highest, and the positions in
-    the previous order fill the lower bits.
+    XLA sorts single numbers several times faster than pairs on a CPU. Therefore they are sorted
+    there by a part of their bits at a time, from the lowest to the highest, and the positions in
+    the previous order fill the lower bits. Elsewhere numbers and positions are sorted at once.
 
     Example:
         >>> order(jnp.array([7, 2**32 - 1, 0, 7], jnp.uint32)).tolist()
         [2, 0, 3, 1]
     """
+    return native.either(_order_by_parts, _order_by_parts, number, elsewhere=order_of_pairs)
+
+
+def _order_by_parts(number: UInt[Array, " N"]) -> Int[Array, " N"]:
     bits = max((number.shape[0] - 1).bit_length(), 1)
     position = jnp.arange(number.shape[0], dtype=jnp.uint32)
     index = position.astype(jnp.int32)
@@ -31,6 +35,12 @@ def order(number: UInt[Array, " N"]) -> Int[Array, " N"]:
         before = lax.sort(digits | position) & jnp.uint32(2**bits - 1)
         index = index[before.astype(jnp.int32)]
     return index
+
+
+def order_of_pairs(number: UInt[Array, " N"]) -> Int[Array, " N"]:
+    """Returns the same as ``order``, from a single sort of the numbers with their positions."""
+    position = jnp.arange(number.shape[0], dtype=jnp.int32)
+    return lax.sort((number, position), num_keys=1, is_stable=True)[1]
 
 
 def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"], Int[Array, " B"]]:

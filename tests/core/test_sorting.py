@@ -9,10 +9,11 @@ from jaxbuf.core import sorting
 
 
 @pytest.mark.parametrize("count", [1, 2, 1000])
-def test_order_is_a_stable_sort(count):
+@pytest.mark.parametrize("order", [sorting.order, sorting.order_of_pairs])
+def test_order_is_a_stable_sort(order, count):
     rng = np.random.default_rng(count)
     number = rng.integers(0, 2**32, count, np.uint32) >> rng.integers(0, 32, count, np.uint32)
-    np.testing.assert_array_equal(jax.jit(sorting.order)(number), np.argsort(number, kind="stable"))
+    np.testing.assert_array_equal(jax.jit(order)(number), np.argsort(number, kind="stable"))
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (300, 2), (300, 300), (1000, 7)])
