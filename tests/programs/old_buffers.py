@@ -101,7 +101,7 @@ RINGS = {"balanced", "rings", "episodes", "no_returns", "whole_windows", "fresh_
 def fill(name, buffer):
     """Returns the buffer that was saved."""
     if name == "seeds":
-        return jax.vmap(lambda one: fill("unlike", one))(buffer)
+        return jax.jit(jax.vmap(lambda one: fill("unlike", one)))(buffer)
     if name == "watched":
         one, statistics = fill("fresh", buffer["buffer"]), buffer["statistics"]
         return {"buffer": one, "statistics": statistics.sampled(one, one.sample(KEY, 5))}
@@ -144,7 +144,7 @@ def fill(name, buffer):
 def more(name, buffer):
     """Returns the buffer after another add."""
     if name == "seeds":
-        return jax.vmap(lambda one: more("unlike", one))(buffer)
+        return jax.jit(jax.vmap(lambda one: more("unlike", one)))(buffer)
     if name == "watched":
         one, statistics = more("fresh", buffer["buffer"]), buffer["statistics"]
         return {"buffer": one, "statistics": statistics.sampled(one, one.sample(KEY, 5))}
