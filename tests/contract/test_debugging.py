@@ -25,16 +25,8 @@ def number():
     return jnp.float32(1)
 
 
-@pytest.mark.parametrize(("name", "what"), operations.CASES)
-def test_no_key_is_used_twice_and_nothing_is_sent_to_a_device_unasked(name, what):
-    _, function = operations.OPERATIONS[what]
-    args = (*operations.abstract(name), number(), jax.random.key(0))
-    with jax.debug_key_reuse(True), jax.transfer_guard("disallow"):
-        jax.jit(function).trace(*args)
-
-
-def test_both_are_found_when_a_program_is_traced():
-    """Tracing finds both, so the programs above need not be compiled."""
+def test_reuse_and_transfers_are_found_when_a_program_is_traced():
+    """`test_shard_map.py` traces every operation so, and need not compile any."""
 
     def reuses(key):
         return jax.random.normal(key) + jax.random.uniform(key)

@@ -42,7 +42,8 @@ def on_every_device(function, mesh):
 
 
 @pytest.mark.parametrize(("name", "what"), operations.CASES)
-def test_every_operation_passes_the_checks(name, what):
+def test_every_operation_passes_the_checks_and_uses_no_key_twice(name, what):
+    """Outside of `shard_map` it uses no key twice, and sends nothing to a device unasked."""
     _, function = operations.OPERATIONS[what]
 
     def of_devices(leaf):
@@ -53,7 +54,9 @@ def test_every_operation_passes_the_checks(name, what):
         function, AbstractMesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
     )
     out = jax.eval_shape(mapped, *jax.tree.map(of_devices, args))
-    alone = jax.tree.map(of_devices, jax.eval_shape(function, *args))
+    with jax.debug_key_reuse(True), jax.transfer_guard("disallow"):
+        traced = jax.jit(function).trace(*args)
+    alone = jax.tree.map(of_devices, traced.out_info)
     chex.assert_trees_all_equal_shapes_and_dtypes(out, alone)
 
 
