@@ -62,8 +62,11 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
 ):
     out = tmp_path / "run"
     interrupt(levels.main, [*QUICK, "--out", str(out)], 23, monkeypatch, capsys)
-    finish(levels.main, ["--out", str(out), "--resume"], out)
-    assert (out / "log.csv").read_text() == (finished.folder / "log.csv").read_text()
+    interrupt(levels.main, ["--out", str(out), "--resume"], 12, monkeypatch, capsys)
+    # The way it goes on shows soon; the test of bit flipping goes on to the end.
+    lines, whole = ((run / "log.csv").read_text().splitlines() for run in (out, finished.folder))
+    assert 30 <= len(lines) < 40
+    assert lines == whole[: len(lines)]
 
 
 @functools.cache
