@@ -7,14 +7,19 @@ calls. So each call is timed by itself here, after 50 µs of Python.
 The contestants are those of the prioritized rows (see [`benchmarks.rows.per`][]), except torchrl,
 and a ring of NumPy arrays as people write it themselves. That one draws uniformly, which is less
 work than the others do, and has no priorities to update.
+
+The last row adds transitions that come one at a time: each by a call of its own, or 64 at a time
+out of NumPy arrays.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
 
+import jax
 import numpy as np
 
+import jaxbuf
 from benchmarks.harness import Contestant, Operation, Options, Row, UnequalWork, repeat_calls
 from benchmarks.rows.per import CpprbContestant, replay_row
 from benchmarks.transitions import CARTPOLE
@@ -23,15 +28,26 @@ from benchmarks.workload import Workload
 OPERATIONS = ("python add", "python sample", "python sample+weights", "python update")
 SECONDS_BETWEEN = 50e-6
 SIZES = {f"loop-{size}": size for size in (1, 32, 256)}
+ONE_BY_ONE = "loop-one-by-one"
+TOGETHER = 64
 
 
 def rows(options: Options) -> list[Row]:
-    """The rows, one for each number of transitions in a call."""
-    return [
+    """The rows: one for each number of transitions in a call, and one of single transitions."""
+    found = [
         _row(name, Workload(CARTPOLE, options.capacity or 2**14, size, size, 1), options)
         for name, size in SIZES.items()
         if any(options.wants(name, operation) for operation in OPERATIONS)
     ]
+    if options.wants(ONE_BY_ONE, "python add"):
+        capacity = options.capacity or 2**14
+        title = f"CartPole transitions one by one, each after 50 µs of Python, {capacity:,} slots"
+        builders = {
+            "jaxbuf": lambda: SinglesContestant(capacity, 1),
+            f"{TOGETHER} at a time": lambda: SinglesContestant(capacity, TOGETHER),
+        }
+        found.append(Row(ONE_BY_ONE, title, ("python add",), builders))
+    return found
 
 
 def _row(name: str, workload: Workload, options: Options) -> Row:
@@ -133,3 +149,43 @@ class RingContestant:
     def _sample(self) -> Mapping[str, np.ndarray]:
         slots = self._random.integers(self._workload.capacity, size=self._workload.sample_size)
         return {name: leaf[slots] for name, leaf in self._arrays.items()}
+
+
+class SinglesContestant:
+    """Adds transitions that come one by one, a number of them together."""
+
+    def __init__(self, capacity: int, together: int):
+        """Creates a buffer, and the arrays that transitions are collected in."""
+        self._together, self._count = together, 0
+        self._buffer = jaxbuf.ItemBuffer.create(CARTPOLE.example, capacity)
+        self._rows = CARTPOLE.items(np.zeros(together, np.int64))
+        self._items = CARTPOLE.items(np.arange(TOGETHER))
+
+    def verify(self) -> None:
+        """Checks that the buffer has all transitions in order.
+
+        Raises:
+            UnequalWork: If it has not.
+        """
+        for _ in range(TOGETHER):
+            self._add()
+        reward = np.asarray(self._buffer.data["reward"])[:TOGETHER]
+        if not np.array_equal(reward, np.arange(TOGETHER)):
+            raise UnequalWork("a transition is missing, or in another place")
+
+    def operations(self) -> Mapping[str, Operation]:
+        """Returns adding transitions, of which a call adds as many as go together."""
+        spaced = _between(lambda calls: repeat_calls(self._add, calls))
+        return {"python add": Operation(lambda calls: spaced(TOGETHER * calls), per_call=TOGETHER)}
+
+    def facts(self) -> Mapping[str, str]:
+        """Returns none."""
+        return {}
+
+    def _add(self) -> None:
+        number = self._count % TOGETHER
+        for name, leaf in self._rows.items():
+            leaf[number % self._together] = self._items[name][number]
+        self._count += 1
+        if self._count % self._together == 0:
+            self._buffer = jax.block_until_ready(jaxbuf.add(self._buffer, self._rows))
