@@ -1,6 +1,7 @@
 """Checks of configuration: of arguments whose values are known in Python before anything runs."""
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbuf.core.hyperparameters import MAY_VARY, Varying
+from jaxbuf.core.hyperparameters import MAY_VARY, Varying, checked
 
 # A longer repr would hide the message around it.
 _SHORT = 80
@@ -48,6 +49,25 @@ def name_of(value: object) -> str:
         return f"{value!r}, but only numbers of samplers may vary: {MAY_VARY}"
     text = repr(value) if _is_plain(value) else ""
     return text if 0 < len(text) <= _SHORT else kind_of(value)
+
+
+def settle(configuration: Any, check: Callable[..., Any], *names: str, **options: Any) -> None:
+    """Checks fields of a frozen dataclass in its ``__post_init__``, and sets what is returned.
+
+    A NumPy scalar, for instance, may differ from the same Python number, and cause a retrace.
+
+    Args:
+        configuration: The instance. Numbers that it declares in ``varies`` may be ``Varying``.
+        check: A function of the name and the value of a field, such as ``check_flag``.
+        *names: The fields.
+        **options: Further arguments of ``check``.
+    """
+    check = functools.partial(check, **options)
+    for name in names:
+        value = getattr(configuration, name)
+        varies = name in getattr(configuration, "varies", ())
+        settled = checked(name, value, check) if varies else check(name, value)
+        object.__setattr__(configuration, name, settled)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -115,6 +135,15 @@ def check_fraction(name: str, value: object) -> float:
         ValueError: If it is not a number from 0 to 1.
     """
     return check_number(name, value, "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
+
+
+def check_step_size(name: str, value: object) -> float:
+    """Returns the share of a new value in a moving average as a Python float.
+
+    Raises:
+        ValueError: If it is not a number above 0 and at most 1.
+    """
+    return check_number(name, value, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
 
 
 def check_pair(

@@ -70,25 +70,22 @@ MAY_VARY = (
 )
 
 
-def settle(sampler: Any, name: str, check: Callable[[str, Any], Any]) -> None:
-    """Checks a number of a new sampler, which may be ``Varying``, and sets it to what is returned.
+def checked(name: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
+    """Returns ``check(name, value)`` for a number of a new sampler, which may be ``Varying``.
 
     Raises:
         ValueError: As raised by ``check``, or if the number is traced.
     """
-    value = getattr(sampler, name)
     if isinstance(value, Varying):
         concrete = value.value is not None and _is_concrete(value.value)
-        value = Varying(check(name, value.value)) if concrete else value
-    elif not _is_concrete(value):
+        return Varying(check(name, value.value)) if concrete else value
+    if not _is_concrete(value):
         raise ValueError(
             f"{name} is traced, but a sampler is part of the program, which has to know it; to "
             f"change {name}, create the buffer with {name}=jaxbuf.Varying(...) and call "
             f"buffer.set_hyperparameters({name}=...); see the guide {GUIDE}"
         )
-    else:
-        value = check(name, value)
-    object.__setattr__(sampler, name, value)
+    return check(name, value)
 
 
 def check_declared(strategy: Any, declared: Iterable[str] = ()) -> None:

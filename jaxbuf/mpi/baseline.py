@@ -73,7 +73,7 @@ class EMA:
     uses_buffer = False
 
     def __post_init__(self) -> None:
-        _check_alpha(self)
+        checks.settle(self, checks.check_step_size, "alpha")
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
         """Returns −inf: the scores in the buffer are not used."""
@@ -97,7 +97,7 @@ class Min:
     uses_buffer = True
 
     def __post_init__(self) -> None:
-        _check_alpha(self)
+        checks.settle(self, checks.check_step_size, "alpha")
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
         """Returns the smallest finite score; −inf if no score is finite."""
@@ -125,11 +125,11 @@ class Percentile:
     uses_buffer = True
 
     def __post_init__(self) -> None:
-        _check_alpha(self)
-        q = checks.check_number(
-            "q", self.q, "a number from 0 (the smallest score) to 1", lambda x: 0 <= x <= 1
+        checks.settle(self, checks.check_step_size, "alpha")
+        expected = "a number from 0 (the smallest score) to 1"
+        checks.settle(
+            self, checks.check_number, "q", expected=expected, legal=lambda x: 0 <= x <= 1
         )
-        object.__setattr__(self, "q", q)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
         """Returns the percentile of the finite scores; −inf if no score is finite."""
@@ -334,10 +334,3 @@ def check_filter(filter: Any) -> None:  # noqa: A002
     if filter is not None:
         expected = "None or jaxbuf.mpi.BaselineFilter.create(...)"
         checks.check_kind("filter", filter, BaselineFilter, expected)
-
-
-def _check_alpha(baseline: Baseline) -> None:
-    alpha = checks.check_number(
-        "alpha", baseline.alpha, "a number above 0 and at most 1", lambda x: 0 < x <= 1
-    )
-    object.__setattr__(baseline, "alpha", alpha)

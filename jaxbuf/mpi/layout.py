@@ -83,10 +83,8 @@ class Layout:
     nodes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "num_managers"):
-            object.__setattr__(self, name, sizes.check_count(name, getattr(self, name)))
-        coordinator = checks.check_flag("coordinator", self.coordinator)
-        object.__setattr__(self, "coordinator", coordinator)
+        checks.settle(self, sizes.check_count, "world_size", "num_managers")
+        checks.settle(self, checks.check_flag, "coordinator")
         needed = 2 * self.num_managers + self.coordinator
         if self.world_size < needed:
             raise ValueError(

@@ -155,10 +155,13 @@ class Novelty:
     p: float = 2.0
 
     def __post_init__(self) -> None:
-        p = checks.check_number(
-            "p", self.p, "a norm: 1, 2 or inf", lambda x: x in (1.0, 2.0, math.inf)
+        checks.settle(
+            self,
+            checks.check_number,
+            "p",
+            expected="a norm: 1, 2 or inf",
+            legal=lambda x: x in (1.0, 2.0, math.inf),
         )
-        object.__setattr__(self, "p", p)
         Diversity(field=self.field)
 
     def __call__(
@@ -217,10 +220,13 @@ class NewModes:
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        threshold = checks.check_number(
-            "threshold", self.threshold, "a score", lambda x: not math.isnan(x)
+        checks.settle(
+            self,
+            checks.check_number,
+            "threshold",
+            expected="a score",
+            legal=lambda x: not math.isnan(x),
         )
-        object.__setattr__(self, "threshold", threshold)
         part = Diversity(self.cutoff, self.p, self.field)
         for name in ("cutoff", "p"):
             object.__setattr__(self, name, getattr(part, name))
@@ -287,10 +293,7 @@ class WeightedSum:
             )
         object.__setattr__(self, "parts", tuple(self.parts))
         object.__setattr__(self, "weights", _check_weights(self.weights))
-        alpha = checks.check_number(
-            "alpha", self.alpha, "a number above 0 and at most 1", lambda x: 0 < x <= 1
-        )
-        object.__setattr__(self, "alpha", alpha)
+        checks.settle(self, checks.check_step_size, "alpha")
 
     def init(self, num_workers: int) -> Float[Array, " W"]:
         """Returns −inf for each worker, which stands for no average."""

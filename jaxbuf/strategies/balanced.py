@@ -58,7 +58,7 @@ class Balanced(KnownSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
+        checks.settle(self, checks.check_flag, "replacement")
 
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` windows, ordered by environment."""

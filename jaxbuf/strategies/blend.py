@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
-from jaxbuf.core.hyperparameters import Varying, changed, settle
+from jaxbuf.core.hyperparameters import Varying, changed
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
 from jaxbuf.core.types import Function, State
@@ -91,7 +91,7 @@ class Blend(KnownSampler):
         samplers = checks.check_sequence("samplers", self.samplers, "samplers")
         for i, sampler in enumerate(samplers):
             _check_part(f"samplers[{i}]", sampler)
-        settle(self, "weights", checks.check_weights)
+        checks.settle(self, checks.check_weights, "weights")
         weights, count = self.weights, _count(self.weights)
         if not samplers or len(samplers) != count:
             raise ValueError(

@@ -113,21 +113,24 @@ class Diversity(Part):
     uses_score = True
 
     def __post_init__(self) -> None:
-        cutoff = checks.check_number(
+        distance = (
+            "a distance: 0, or from 2**-40 to 2**40 (scale the numbers with a function as field)"
+        )
+        checks.settle(
+            self,
+            checks.check_number,
             "cutoff",
-            self.cutoff,
-            "a distance: 0, or from 2**-40 to 2**40 (scale the numbers with a function as field)",
-            lambda x: x <= 0 or 2.0**-40 <= x <= 2.0**40,
+            expected=distance,
+            legal=lambda x: x <= 0 or 2.0**-40 <= x <= 2.0**40,
         )
-        object.__setattr__(self, "cutoff", cutoff)
         # With a smaller p, all distances look alike in float32.
-        p = checks.check_number(
+        checks.settle(
+            self,
+            checks.check_number,
             "p",
-            self.p,
-            "a norm: 1, 2, inf, any number of at least 0.01, or 0",
-            lambda x: x == 0 or x >= 0.01,
+            expected="a norm: 1, 2, inf, any number of at least 0.01, or 0",
+            legal=lambda x: x == 0 or x >= 0.01,
         )
-        object.__setattr__(self, "p", p)
         field: object = self.field
         object.__setattr__(self, "field", tuple(field) if isinstance(field, list) else field)
         for part in _parts(self.field):

@@ -130,30 +130,32 @@ class Episodes(Part):
                 checks.check_field(name, path)
         checks.check_choice("boundary", self.boundary, get_args(Boundary))
         checks.check_choice("recurrence", self.recurrence, tuple(RECURRENCES))
-        record_return = checks.check_flag("record_return", self.record_return)
-        object.__setattr__(self, "record_return", record_return)
-        discount = checks.check_number(
-            "discount", self.discount, "a factor in [0, 1]", lambda x: 0 <= x <= 1
+        checks.settle(self, checks.check_flag, "record_return")
+        checks.settle(
+            self,
+            checks.check_number,
+            "discount",
+            expected="a factor in [0, 1]",
+            legal=lambda x: 0 <= x <= 1,
         )
-        object.__setattr__(self, "discount", discount)
-        default_return = checks.check_number(
+        checks.settle(
+            self,
+            checks.check_number,
             "default_return",
-            self.default_return,
-            "a number to compare with",
-            lambda x: not math.isnan(x),
+            expected="a number to compare with",
+            legal=lambda x: not math.isnan(x),
         )
-        object.__setattr__(self, "default_return", default_return)
         if self.reward_clip is not None:
-            clip = checks.check_pair(
+            checks.settle(
+                self,
+                checks.check_pair,
                 "reward_clip",
-                self.reward_clip,
-                "two numbers, (low, high)",
-                lambda low, high: low <= high,
+                expected="two numbers, (low, high)",
+                legal=lambda low, high: low <= high,
             )
-            object.__setattr__(self, "reward_clip", clip)
 
         checks.check_choice("short_windows", self.short_windows, get_args(ShortWindows))
-        object.__setattr__(self, "period", sizes.check_count("period", self.period))
+        checks.settle(self, sizes.check_count, "period")
         if self.boundary == "avoid":
             object.__setattr__(self, "reasons", ("refused_across_episodes",))
         object.__setattr__(self, "removes", self.boundary == "avoid" or self.period > 1)

@@ -128,12 +128,9 @@ class Freshness(Part):
     def __post_init__(self) -> None:
         checks.check_choice("comparison", self.comparison, get_args(Comparison))
         strict = self.comparison == ">="
-        limits = {"max_use": (self.max_use, 1), "max_staleness": (self.max_staleness, int(strict))}
-        for name, (value, low) in limits.items():
-            if value is None:
-                continue
-            # A NumPy scalar can differ from the same Python number, which would cause a retrace.
-            object.__setattr__(self, name, sizes.check_count(name, value, low, 2**31 - 1))
+        for name, least in (("max_use", 1), ("max_staleness", int(strict))):
+            if getattr(self, name) is not None:
+                checks.settle(self, sizes.check_count, name, least=least, most=2**31 - 1)
 
     def init(self, data: PyTree[Array], slots: int) -> FreshnessState:
         """Returns the state without uses, and with the learner at version 0 of session 0."""

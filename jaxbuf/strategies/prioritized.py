@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
-from jaxbuf.core.hyperparameters import is_fixed, settle
+from jaxbuf.core.hyperparameters import is_fixed
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
@@ -125,11 +125,9 @@ class Prioritized(ShardableSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "initial_priority", "epsilon"):
-            settle(self, name, checks.check_nonnegative)
-        settle(self, "uniform_mix", checks.check_fraction)
-        for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):
-            object.__setattr__(self, name, checks.check_flag(name, flag))
+        checks.settle(self, checks.check_nonnegative, "alpha", "initial_priority", "epsilon")
+        checks.settle(self, checks.check_fraction, "uniform_mix")
+        checks.settle(self, checks.check_flag, "stratified", "replacement")
 
     def init(self, capacity: int) -> SegmentTree:
         """Returns a tree of masses that are all zero."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes, sorting
 from jaxbuf.core.collectives import vary_with
-from jaxbuf.core.hyperparameters import at_most, settle
+from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
@@ -108,12 +108,10 @@ class RankBased(KnownSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle(self, "alpha", checks.check_nonnegative)
+        checks.settle(self, checks.check_nonnegative, "alpha")
         checks.check_choice("by", self.by, ("priority", "score"))
-        sort_every = sizes.check_count("sort_every", self.sort_every, most=2**31 - 1)
-        object.__setattr__(self, "sort_every", sort_every)
-        for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):
-            object.__setattr__(self, name, checks.check_flag(name, flag))
+        checks.settle(self, sizes.check_count, "sort_every", most=2**31 - 1)
+        checks.settle(self, checks.check_flag, "stratified", "replacement")
         object.__setattr__(self, "uses_priority", self.by == "priority")
         object.__setattr__(self, "uses_score", self.by == "score")
 

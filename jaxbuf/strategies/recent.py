@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes
-from jaxbuf.core.hyperparameters import changed, is_fixed, settle
+from jaxbuf.core.hyperparameters import changed, is_fixed
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
 from jaxbuf.core.types import Function, State
@@ -81,9 +81,8 @@ class Recent(KnownSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle(self, "ratio", checks.check_fraction)
-        steps = sizes.check_count("steps", self.steps, most=2**31 - 1)
-        object.__setattr__(self, "steps", steps)
+        checks.settle(self, checks.check_fraction, "ratio")
+        checks.settle(self, sizes.check_count, "steps", most=2**31 - 1)
         if not isinstance(self.base, KnownSampler):
             raise ValueError(
                 f"base is {checks.name_of(self.base)}, which cannot tell the probability of items "

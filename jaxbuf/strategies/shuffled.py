@@ -141,7 +141,7 @@ class Shuffled(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "drop_last", checks.check_flag("drop_last", self.drop_last))
+        checks.settle(self, checks.check_flag, "drop_last")
 
     def init(self, capacity: int) -> Pass:
         """Returns the first pass, over no items."""

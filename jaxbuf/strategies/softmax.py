@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sorting
 from jaxbuf.core.collectives import vary_with
-from jaxbuf.core.hyperparameters import settle
 from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
@@ -114,9 +113,8 @@ class Softmax(ShardableSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle(self, "temperature", _check_temperature)
-        for name, flag in (("replacement", self.replacement), ("fallback", self.fallback)):
-            object.__setattr__(self, name, checks.check_flag(name, flag))
+        checks.settle(self, _check_temperature, "temperature")
+        checks.settle(self, checks.check_flag, "replacement", "fallback")
         if self.fallback and self.replacement:
             raise ValueError("fallback requires replacement=False; set both, or leave it out")
 

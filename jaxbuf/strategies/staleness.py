@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
-from jaxbuf.core.hyperparameters import at_most, settle
+from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, effective_size, over
@@ -92,9 +92,8 @@ class Staleness(KnownSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle(self, "alpha", checks.check_nonnegative)
-        for name, flag in (("stratified", self.stratified), ("replacement", self.replacement)):
-            object.__setattr__(self, name, checks.check_flag(name, flag))
+        checks.settle(self, checks.check_nonnegative, "alpha")
+        checks.settle(self, checks.check_flag, "stratified", "replacement")
 
     def init(self, capacity: int) -> Visits:
         """Returns visits of no items."""

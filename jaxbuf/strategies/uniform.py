@@ -38,7 +38,7 @@ class Uniform(ShardableSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "replacement", checks.check_flag("replacement", self.replacement))
+        checks.settle(self, checks.check_flag, "replacement")
 
     @property
     def shardable(self) -> bool:
