@@ -166,10 +166,11 @@ def kernels(operation, slots, batch, buffer="prioritized"):
 def test_counts_for_a_gpu_are_those_of_this_version_and_few():
     assert re.search(rf"(of|after) version {re.escape(jaxbuf.__version__)}\b", SECTION)
     prose = " ".join(SECTION.split("\n|")[0].split())
-    for slots in (2**20, 2**24):
+    # Four kernels for a step of a descent, and six for each update of a level of many nodes.
+    for slots, most_of_cycle, most_of_sample in ((2**20, 40, 18), (2**24, 56, 24)):
         cycle, sample = kernels("cycle", slots, 256), kernels("sample", slots, 256)
-        assert cycle <= 40
-        assert sample <= 10
+        assert cycle <= most_of_cycle
+        assert sample <= most_of_sample
         named = f"2^{slots.bit_length() - 1} slots"
         assert f"{named} takes {sample} kernels, and a cycle {cycle}" in prose
     assert f"2^27 slots {kernels('cycle', 2**27, 256, 'prioritized, CartPole')}" in prose
