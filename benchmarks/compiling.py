@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -144,6 +145,28 @@ def lowered(
             lambda leaf: leaf.update(shape=(job.seeds, *leaf.shape)), arguments
         )
     return jax.jit(function, donate_argnums=None if operation == "sample" else 0).lower(*arguments)
+
+
+def compiled(
+    job: Job,
+    library: str,
+    operation: str,
+    place: Place,
+    cycle: Callable[[Binding], Callable[..., Any]],
+    length: int,
+) -> tuple[Any, float] | None:
+    """Traces and compiles an operation of a library anew, by the arguments of `lowered`.
+
+    Returns:
+        The program, and the seconds of the CPU that it took; None if the library lacks the
+        operation.
+    """
+    jax.clear_caches()
+    began = time.process_time()
+    traced = lowered(job, library, operation, place, cycle, length)
+    if traced is None:
+        return None
+    return traced.compile(), time.process_time() - began
 
 
 def chosen(jobs: Sequence[Job], only: str) -> list[tuple[Job, str]]:

@@ -25,7 +25,6 @@ import dataclasses
 import functools
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +44,9 @@ from benchmarks.compiling import (
     Job,
     bind_scored,
     chosen,
+    compiled,
     for_device,
     lines,
-    lowered,
 )
 from benchmarks.gpu import GATHER, LARGEST_POWER, REPLAY
 from benchmarks.harness import Unavailable
@@ -144,14 +143,12 @@ def device() -> Any:
 def counted(job: Job, library: str, operation: str) -> Counts | None:
     """Counts the work of an operation of a library; None if the library lacks it."""
     where = SingleDeviceSharding(device())
-    jax.clear_caches()
-    began = time.process_time()
     with using_width(WIDE):
-        traced = lowered(job, library, operation, lambda spec: where, scan_cycle, SCAN_LENGTH)
-    if traced is None:
+        made = compiled(job, library, operation, lambda spec: where, scan_cycle, SCAN_LENGTH)
+    if made is None:
         return None
-    program = traced.compile()
-    seconds, text = time.process_time() - began, program.as_text() or ""
+    program, seconds = made
+    text = program.as_text() or ""
     calls = SCAN_LENGTH if operation == "cycle" else 1
     kernels, waits, copied = (each // calls for each in hlo.work(text, job.workload.capacity))
     beside, rows = memory_beyond(program), len(text.splitlines())

@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,9 @@ from benchmarks.compiling import (
     Place,
     bind_scored,
     chosen,
+    compiled,
     for_device,
     lines,
-    lowered,
     placed,
 )
 from benchmarks.harness import Options, Unavailable
@@ -280,19 +279,15 @@ def counted(job: Job, library: str, operation: str, most: int = 0) -> list[str] 
     Returns:
         The cells of the table; None if the library lacks the operation.
     """
-    where = place(job.devices)
-    jax.clear_caches()
-    began = time.process_time()
-    with on_a_tpu():
-        traced = lowered(job, library, operation, where, scan_cycle, SCAN_LENGTH)
-    if traced is None:
-        return None
     try:
-        program = traced.compile()
+        with on_a_tpu():
+            made = compiled(job, library, operation, place(job.devices), scan_cycle, SCAN_LENGTH)
     except jax.errors.JaxRuntimeError as error:
         print(f"{library}: {job.name}: {operation}: {error}", file=sys.stderr)
         return ["fails"] * len(COUNTS)
-    seconds = time.process_time() - began
+    if made is None:
+        return None
+    program, seconds = made
     text = program.as_text() or ""
     if most:
         print(f"{library}: {job.name}: {operation}")

@@ -34,13 +34,13 @@ TOGETHER = 64
 
 def rows(options: Options) -> list[Row]:
     """The rows: one for each number of transitions in a call, and one of single transitions."""
+    capacity = options.capacity or 2**14
     found = [
-        _row(name, Workload(CARTPOLE, options.capacity or 2**14, size, size, 1), options)
+        _row(name, Workload(CARTPOLE, capacity, size, size, 1), options)
         for name, size in SIZES.items()
         if any(options.wants(name, operation) for operation in OPERATIONS)
     ]
     if options.wants(ONE_BY_ONE, "python add"):
-        capacity = options.capacity or 2**14
         title = f"CartPole transitions one by one, each after 50 µs of Python, {capacity:,} slots"
         builders = {
             "jaxbuf": lambda: SinglesContestant(capacity, 1),

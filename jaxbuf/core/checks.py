@@ -70,6 +70,13 @@ def settle(configuration: Any, check: Callable[..., Any], *names: str, **options
         object.__setattr__(configuration, name, settled)
 
 
+def settle_number(
+    configuration: Any, name: str, expected: str, legal: Callable[[float], bool]
+) -> None:
+    """Settles a field by ``check_number``."""
+    settle(configuration, check_number, name, expected=expected, legal=legal)
+
+
 def check_flag(name: str, value: object) -> bool:
     """Returns a switch as a Python bool.
 

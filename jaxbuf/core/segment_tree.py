@@ -54,7 +54,7 @@ _NEUTRAL: dict[Op, float] = {"sum": 0.0, "min": math.inf, "max": -math.inf, "min
 
 # Blocks of a level, an array ``[blocks, width]`` for each operation and one of counts. Blocks of
 # leaves have a single row.
-Rows: TypeAlias = Sequence[Num[Array, "*B W"]]
+Rows: TypeAlias = Sequence[Num[Array, "B W"]]
 # A level as it is stored: an array ``[P]``, or its rows.
 Stored: TypeAlias = Any
 # All levels: one array, or an array for each of their rows.
@@ -369,7 +369,7 @@ def combine(op: Op, children: Int[Array, "... W"]) -> Int[Array, "..."]:
     return reduction.bits(_reduced((op,), (reduction.read(children),))[0])
 
 
-def _reduced(ops: Sequence[str], rows: Rows) -> list[Num[Array, "*B"]]:
+def _reduced(ops: Sequence[str], rows: Sequence[Num[Array, "*B W"]]) -> list[Num[Array, "*B"]]:
     """Returns the nodes above blocks of numbers for each operation, of all in one reduction."""
     reductions = [_REDUCTIONS[op] for op in ops]
 
@@ -465,15 +465,15 @@ def _empty_row(ops: tuple[Op, ...], count: int, width: int) -> list[Any]:
     return [_REDUCTIONS[op].read(jnp.int32(empty[0])) for op in (*ops, "count")]
 
 
-def _values(ops: tuple[Op, ...], rows: Rows) -> list[Num[Array, "*B"]]:
+def _values(ops: tuple[Op, ...], rows: Rows) -> list[Num[Array, " B"]]:
     """Returns the nodes above blocks, an array for each operation, and their counts."""
     names, of_leaves = (*ops, "count"), len(rows) == 1
     if of_leaves:
         rows = [rows[0]] * len(names)
-    if rows[0].shape[-1] == NARROW:
+    if rows[0].shape[1] == NARROW:
         counts = _REDUCTIONS["count"].read(rows[-1]) if of_leaves else rows[-1]
         values = [combine(op, row) for op, row in zip(ops, rows[:-1], strict=True)]
-        return [*values, lax.reduce_sum(counts, [counts.ndim - 1])]
+        return [*values, lax.reduce_sum(counts, [1])]
     if of_leaves:
         rows = [_REDUCTIONS[name].read(row) for name, row in zip(names, rows, strict=True)]
     return _reduced(names, rows)
@@ -484,15 +484,11 @@ def _above(ops: tuple[Op, ...], rows: Rows) -> tuple[list[Stored], Int[Array, " 
     above: list[Stored] = []
     while rows[0].shape[0] > 1:
         blocks, width = rows[0].shape
-        if blocks % width == 0:
-            # A TPU would copy the nodes to blocks, if they were not computed there.
-            values = _values(ops, [row.reshape(-1, width, width) for row in rows])
-        else:
-            padding, none = (0, -blocks % width), _empty_row(ops, len(ops) + 1, width)
-            values = [
-                jnp.pad(value, padding, constant_values=empty).reshape(-1, width)
-                for value, empty in zip(_values(ops, rows), none, strict=True)
-            ]
+        padding, none = (0, -blocks % width), _empty_row(ops, len(ops) + 1, width)
+        values = [
+            jnp.pad(value, padding, constant_values=empty).reshape(-1, width)
+            for value, empty in zip(_values(ops, rows), none, strict=True)
+        ]
         above.append(_stored(values))
         rows = _rows_of(above[-1], len(values))
     roots = _values(ops, rows)
@@ -534,7 +530,7 @@ def _rows(nodes: Nodes, level: Level, block: Int[Array, " B"] | None = None) -> 
 
 
 def _write(
-    nodes: Nodes, level: Level, node: Int[Array, " B"], values: Sequence[Int[Array, " B"]]
+    nodes: Nodes, level: Level, node: Int[Array, " B"], values: Sequence[Num[Array, " B"]]
 ) -> Nodes:
     """Returns the nodes with others at some places of a level."""
     if isinstance(nodes, tuple):

@@ -127,9 +127,7 @@ class Percentile:
     def __post_init__(self) -> None:
         checks.settle(self, checks.check_step_size, "alpha")
         expected = "a number from 0 (the smallest score) to 1"
-        checks.settle(
-            self, checks.check_number, "q", expected=expected, legal=lambda x: 0 <= x <= 1
-        )
+        checks.settle_number(self, "q", expected, lambda x: 0 <= x <= 1)
 
     def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
         """Returns the percentile of the finite scores; −inf if no score is finite."""

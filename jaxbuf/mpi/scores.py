@@ -155,13 +155,7 @@ class Novelty:
     p: float = 2.0
 
     def __post_init__(self) -> None:
-        checks.settle(
-            self,
-            checks.check_number,
-            "p",
-            expected="a norm: 1, 2 or inf",
-            legal=lambda x: x in (1.0, 2.0, math.inf),
-        )
+        checks.settle_number(self, "p", "a norm: 1, 2 or inf", lambda x: x in (1.0, 2.0, math.inf))
         Diversity(field=self.field)
 
     def __call__(
@@ -220,13 +214,7 @@ class NewModes:
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        checks.settle(
-            self,
-            checks.check_number,
-            "threshold",
-            expected="a score",
-            legal=lambda x: not math.isnan(x),
-        )
+        checks.settle_number(self, "threshold", "a score", lambda x: not math.isnan(x))
         part = Diversity(self.cutoff, self.p, self.field)
         for name in ("cutoff", "p"):
             object.__setattr__(self, name, getattr(part, name))

@@ -116,20 +116,13 @@ class Diversity(Part):
         distance = (
             "a distance: 0, or from 2**-40 to 2**40 (scale the numbers with a function as field)"
         )
-        checks.settle(
-            self,
-            checks.check_number,
-            "cutoff",
-            expected=distance,
-            legal=lambda x: x <= 0 or 2.0**-40 <= x <= 2.0**40,
-        )
+        checks.settle_number(self, "cutoff", distance, lambda x: x <= 0 or 2.0**-40 <= x <= 2.0**40)
         # With a smaller p, all distances look alike in float32.
-        checks.settle(
+        checks.settle_number(
             self,
-            checks.check_number,
             "p",
-            expected="a norm: 1, 2, inf, any number of at least 0.01, or 0",
-            legal=lambda x: x == 0 or x >= 0.01,
+            "a norm: 1, 2, inf, any number of at least 0.01, or 0",
+            lambda x: x == 0 or x >= 0.01,
         )
         field: object = self.field
         object.__setattr__(self, "field", tuple(field) if isinstance(field, list) else field)

@@ -131,19 +131,9 @@ class Episodes(Part):
         checks.check_choice("boundary", self.boundary, get_args(Boundary))
         checks.check_choice("recurrence", self.recurrence, tuple(RECURRENCES))
         checks.settle(self, checks.check_flag, "record_return")
-        checks.settle(
-            self,
-            checks.check_number,
-            "discount",
-            expected="a factor in [0, 1]",
-            legal=lambda x: 0 <= x <= 1,
-        )
-        checks.settle(
-            self,
-            checks.check_number,
-            "default_return",
-            expected="a number to compare with",
-            legal=lambda x: not math.isnan(x),
+        checks.settle_number(self, "discount", "a factor in [0, 1]", lambda x: 0 <= x <= 1)
+        checks.settle_number(
+            self, "default_return", "a number to compare with", lambda x: not math.isnan(x)
         )
         if self.reward_clip is not None:
             checks.settle(

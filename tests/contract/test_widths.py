@@ -81,9 +81,9 @@ def trees(buffer):
     return [node for node in nodes if isinstance(node, SegmentTree)]
 
 
-def assert_close(one, other):
+def assert_close(one, other, rtol=1e-6):
     """Integers are equal, and floats to an ulp or two: sums are added in another order."""
-    chex.assert_trees_all_close(one, other, rtol=3e-6, atol=0)
+    chex.assert_trees_all_close(one, other, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("name", BUFFERS)
@@ -95,7 +95,8 @@ def test_wide_trees_draw_what_narrow_ones_do(name):
             assert {tree.width for tree in trees(buffer)} <= {width}
             ends[width] = [tree.leaves for tree in trees(buffer)], seen
             testing.assert_valid(buffer)
-    assert_close(ends[WIDE], ends[NARROW])
+    # The masses of a softmax are not exact, and a CPU adds the 128 of a wide block one by one.
+    assert_close(ends[WIDE], ends[NARROW], rtol=3e-6 if name == "softmax" else 1e-6)
 
 
 @pytest.mark.parametrize("widths", [(NARROW, WIDE), (WIDE, NARROW)])
