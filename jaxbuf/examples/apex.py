@@ -221,12 +221,18 @@ def train(run: _run.Run[Config]) -> None:
         log |= {"holder": holder.metrics(), "buffer": buffer.metrics()}
         return saved, log, _run.shown(log["return"])
 
-    # Ctrl-C does not reach the actors, since a process inherits that a signal is blocked.
+    # Ctrl-C does not reach the actors, since a process inherits that a signal is blocked, and waits
+    # until all have begun: a thread of JAX may get it, which blocks nothing.
+    interrupts: list[int] = []
+    old_handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     for actor in actors:
         actor.start()
-    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        signal.signal(signal.SIGINT, old_handler)
+        if interrupts:
+            raise KeyboardInterrupt
         with jaxbuf.Holder(saved["buffer"], limiter=saved["limiter"]) as holder:
             jaxbuf.feed(holder, rows, actors)
             span: Any = {"done": done, "until": config.steps, "size": agent.length}
