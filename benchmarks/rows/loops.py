@@ -8,19 +8,32 @@ The contestants are those of the prioritized rows (see [`benchmarks.rows.per`][]
 and a ring of NumPy arrays as people write it themselves. That one draws uniformly, which is less
 work than the others do, and has no priorities to update.
 
-The last row adds transitions that come one at a time: each by a call of its own, or 64 at a time
-out of NumPy arrays.
+A row adds transitions that come one at a time: each by a call of its own, or 64 at a time out of
+NumPy arrays. The last row is a whole loop, CleanRL's DQN on CartPole: one environment of Gymnasium
+takes a step, chosen by the network, and after every tenth step 128 transitions are drawn uniformly
+and learned from. Only where transitions are kept differs: in such a ring of NumPy arrays, or in a
+jaxbuf buffer, to which they are added one by one, or ten at a time.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
-from benchmarks.harness import Contestant, Operation, Options, Row, UnequalWork, repeat_calls
+from benchmarks.harness import (
+    Contestant,
+    Operation,
+    Options,
+    Row,
+    UnequalWork,
+    import_library,
+    repeat_calls,
+)
 from benchmarks.rows.per import CpprbContestant, replay_row
 from benchmarks.transitions import CARTPOLE
 from benchmarks.workload import Workload
@@ -30,6 +43,9 @@ SECONDS_BETWEEN = 50e-6
 SIZES = {f"loop-{size}": size for size in (1, 32, 256)}
 ONE_BY_ONE = "loop-one-by-one"
 TOGETHER = 64
+DQN = "loop-dqn"
+STEPS_PER_UPDATE = 10
+BATCH_SIZE = 128
 
 
 def rows(options: Options) -> list[Row]:
@@ -47,6 +63,14 @@ def rows(options: Options) -> list[Row]:
             f"{TOGETHER} at a time": lambda: SinglesContestant(capacity, TOGETHER),
         }
         found.append(Row(ONE_BY_ONE, title, ("python add",), builders))
+    if options.wants(DQN, "python step"):
+        builders = {
+            "jaxbuf": lambda: DqnContestant(JaxbufReplay(capacity, STEPS_PER_UPDATE)),
+            "one by one": lambda: DqnContestant(JaxbufReplay(capacity, 1)),
+            "numpy": lambda: DqnContestant(NumpyReplay(capacity)),
+        }
+        title = f"DQN on CartPole called from Python, {capacity:,} slots"
+        found.append(Row(DQN, title, ("python step",), builders))
     return found
 
 
@@ -189,3 +213,136 @@ class SinglesContestant:
         self._count += 1
         if self._count % self._together == 0:
             self._buffer = jax.block_until_ready(jaxbuf.add(self._buffer, self._rows))
+
+
+class Replay(Protocol):
+    """The transitions of a loop of DQN."""
+
+    def add(self, transition: Mapping[str, Any]) -> None:
+        """Adds a transition."""
+
+    def sample(self) -> Mapping[str, Any]:
+        """Returns ``BATCH_SIZE`` transitions, drawn uniformly."""
+        ...
+
+
+def _transitions(rows: int) -> dict[str, np.ndarray]:
+    leaves = {"obs": (4,), "next_obs": (4,), "reward": (), "terminated": ()}
+    arrays = {name: np.zeros((rows, *shape), np.float32) for name, shape in leaves.items()}
+    return {**arrays, "action": np.zeros(rows, np.int32)}
+
+
+class NumpyReplay:
+    """A ring of NumPy arrays."""
+
+    def __init__(self, capacity: int):
+        """Creates the arrays."""
+        self._arrays, self._count = _transitions(capacity), 0
+        self._capacity, self._random = capacity, np.random.default_rng(0)
+
+    def add(self, transition: Mapping[str, Any]) -> None:
+        """See `Replay`."""
+        for name, leaf in self._arrays.items():
+            leaf[self._count % self._capacity] = transition[name]
+        self._count += 1
+
+    def sample(self) -> Mapping[str, np.ndarray]:
+        """See `Replay`."""
+        slots = self._random.integers(min(self._count, self._capacity), size=BATCH_SIZE)
+        return {name: leaf[slots] for name, leaf in self._arrays.items()}
+
+
+class JaxbufReplay:
+    """A buffer that transitions are added to ``together`` at a time."""
+
+    def __init__(self, capacity: int, together: int):
+        """Creates the buffer, and the arrays in which transitions are collected."""
+        self._rows, self._count = _transitions(together), 0
+        example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), self._rows)
+        self._buffer = jaxbuf.ItemBuffer.create(example, capacity)
+        self._together, self._key = together, jax.random.key(0)
+
+    def add(self, transition: Mapping[str, Any]) -> None:
+        """See `Replay`."""
+        for name, leaf in self._rows.items():
+            leaf[self._count % self._together] = transition[name]
+        self._count += 1
+        if self._count % self._together == 0:
+            self._buffer = jaxbuf.add(self._buffer, self._rows)
+
+    def sample(self) -> Mapping[str, jax.Array]:
+        """See `Replay`."""
+        self._key, key = jax.random.split(self._key)
+        return jaxbuf.sample(self._buffer, key, BATCH_SIZE).data
+
+
+class DqnContestant:
+    """DQN on CartPole, with the network and the settings of ``cleanrl/dqn_jax.py``."""
+
+    def __init__(self, replay: Replay):
+        """Creates the environment and the network, and takes the first steps."""
+        gymnasium, linen = import_library("gymnasium"), import_library("flax.linen")
+        optax = import_library("optax")
+        self._env, self._replay = gymnasium.make("CartPole-v1"), replay
+        layers = [linen.Dense(120), linen.relu, linen.Dense(84), linen.relu, linen.Dense(2)]
+        network, optimizer = linen.Sequential(layers), optax.adam(2.5e-4)
+        self._obs, _ = self._env.reset(seed=0)
+        self._params = network.init(jax.random.key(0), self._obs)
+        self._target, self._opt_state = self._params, optimizer.init(self._params)
+        self._count, self._losses = 0, []
+
+        def loss_fn(params: Any, target: Any, batch: Mapping[str, Any]) -> jax.Array:
+            following = jnp.max(network.apply(target, batch["next_obs"]), axis=-1)
+            goal = batch["reward"] + 0.99 * (1 - batch["terminated"]) * following
+            values = network.apply(params, batch["obs"])
+            value = jnp.take_along_axis(values, batch["action"][:, None], axis=1)[:, 0]
+            return jnp.mean((value - goal) ** 2)
+
+        @jax.jit
+        def act(params: Any, obs: Any) -> jax.Array:
+            return jnp.argmax(network.apply(params, obs)).astype(jnp.int32)
+
+        @jax.jit
+        def learn(params: Any, target: Any, opt_state: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(loss_fn)(params, target, batch)
+            updates, opt_state = optimizer.update(grads, opt_state)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        self._act, self._learn = act, learn
+        self._run(20 * STEPS_PER_UPDATE)
+
+    def verify(self) -> None:
+        """Checks that it has learned something: the error is smaller than in the beginning.
+
+        Raises:
+            UnequalWork: If it is not.
+        """
+        self._run(100 * STEPS_PER_UPDATE)
+        if not np.mean(self._losses[-20:]) < np.mean(self._losses[:20]):
+            raise UnequalWork("the network has not learned")
+
+    def operations(self) -> Mapping[str, Operation]:
+        """Returns a step, of which every tenth learns."""
+        return {
+            "python step": Operation(
+                lambda calls: repeat_calls(self._run, calls), per_call=STEPS_PER_UPDATE
+            )
+        }
+
+    def facts(self) -> Mapping[str, str]:
+        """Returns none."""
+        return {}
+
+    def _run(self, steps: int = STEPS_PER_UPDATE) -> None:
+        for _ in range(steps):
+            action = int(self._act(self._params, self._obs))
+            following, reward, terminated, truncated, _ = self._env.step(action)
+            step = {"obs": self._obs, "next_obs": following, "action": action}
+            self._replay.add({**step, "reward": reward, "terminated": terminated})
+            self._obs = self._env.reset()[0] if terminated or truncated else following
+            self._count += 1
+            if self._count % STEPS_PER_UPDATE == 0:
+                batch, state = self._replay.sample(), self._opt_state
+                learned = self._learn(self._params, self._target, state, batch)
+                self._params, self._opt_state, loss = learned
+                self._losses.append(float(loss))

@@ -127,11 +127,10 @@ class Body(SlottedBuffer, Base):
 
     def gather(self, draw: Draw) -> Sample:
         index, probability, valid = draws.check_draw(draw)
-        valid &= self.occupancy.live(index)
-        index = jnp.where(valid, index, self.capacity)
+        slots, valid = self.occupancy.slots_of(index, valid, nowhere=self.capacity)
         return Sample(
-            data=self._read(index),
-            slots=Slots(index=index, generation=self.occupancy.generation(index)),
+            data=self._read(slots.index),
+            slots=slots,
             probability=jnp.where(valid, probability, 0.0),
             valid=valid,
         )
@@ -148,11 +147,10 @@ class Body(SlottedBuffer, Base):
         mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
         slots, value, mask = check_update(self.sampler, slots, priority, mask)
-        mask, sampler = mask & self.occupancy.holds(slots), self.bound_sampler
-        legal = sampler.accepts(value)
-        index = jnp.where(mask & legal, slots.index, self.capacity)
+        sampler = self.bound_sampler
+        legal = jnp.broadcast_to(sampler.accepts(value), mask.shape)
+        index, rejected = self.occupancy.rows_to_change(slots, mask, legal)
         state = lax.stop_gradient(self.sampler_state)
-        rejected = jnp.sum(mask & ~legal, dtype=jnp.uint32)
         return self.replace(
             sampler_state=events.notify(sampler.set_priority, state, index, value),
             counters=self._counted({"rejected": rejected}),

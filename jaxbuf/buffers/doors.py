@@ -95,7 +95,8 @@ def call(
         ValueError: If ``buffer`` is not a buffer with this method or was donated before, or if the
             method does not take one of the options.
     """
-    options = {name: value for name, value in options.items() if value is not None}
+    if options:
+        options = {name: value for name, value in options.items() if value is not None}
     function = check_options(buffer, declared.__name__, options)
     donates = donate is not ... and checks.check_flag("donate", donate)
     if isinstance(buffer, OwnPrograms):

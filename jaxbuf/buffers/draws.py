@@ -68,7 +68,7 @@ def draw_range(
     row = jnp.arange(rows, dtype=jnp.int32)
     if replacement:
         word = random_words(key, (rows,))
-        rank = jnp.sort(scale_word(word, ages.total.astype(jnp.uint32)).astype(jnp.int32))
+        rank = jnp.sort(scale_word(word, ages.total))
         valid = jnp.broadcast_to(ages.total > 0, (rows,))
     else:
         words = random_words(key, (rows + 1,))

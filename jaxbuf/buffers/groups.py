@@ -188,14 +188,14 @@ def sample_groups(
         rank = _shuffled(random_words(order_key, (count, size)), num_items)
     else:
         starts = jnp.maximum(num_items - size, 0) + 1
-        start = scale_word(random_words(order_key, (count,)), starts.astype(jnp.uint32))
-        rank = start.astype(jnp.int32)[:, None] + column  # [B, K]
+        start = scale_word(random_words(order_key, (count,)), starts)
+        rank = start[:, None] + column  # [B, K]
     valid = column < num_items[:, None]
     for pad_key in pad_keys:
         # All items of a group that is too small were drawn, so any item of it may be repeated.
         most = num_items[:, None].astype(jnp.uint32)
         again = scale_word(random_words(pad_key, (count, size)), most)
-        rank = jnp.where(valid, rank, again.astype(jnp.int32))
+        rank = jnp.where(valid, rank, again)
         valid = jnp.broadcast_to(num_items[:, None] > 0, valid.shape)
     position = members.at(number, rank)  # [B, K]
     index = jnp.where(valid, slot.at[position].get(mode="clip"), buffer.capacity)
@@ -252,7 +252,7 @@ def _draw_groups(
     """Draws groups that have items, and returns them with a mask of the rows that hold one."""
     total = jnp.sum(filled, dtype=jnp.int32)
     if replacement:
-        rank = scale_word(random_words(key, (count,)), total.astype(jnp.uint32)).astype(jnp.int32)
+        rank = scale_word(random_words(key, (count,)), total)
         until = jnp.cumsum(filled, dtype=jnp.int32)
         group = jnp.searchsorted(until, rank, side="right").astype(jnp.int32)
         return jnp.minimum(group, filled.size - 1), jnp.broadcast_to(total > 0, (count,))
@@ -294,7 +294,7 @@ def _shuffled(words: UInt[Array, "B K"], size: Int[Array, " B"]) -> Int[Array, "
             return jnp.where(last < 0, spot[:, None], card)[:, 0]
 
         left = jnp.maximum(size - j, 1).astype(jnp.uint32)
-        spot = j + scale_word(words[:, j], left).astype(jnp.int32)
+        spot = j + scale_word(words[:, j], left)
         swapped = card_at(jnp.full_like(spot, j))
         return (
             spots.at[:, j].set(spot),

@@ -99,7 +99,7 @@ def check_single(buffer: Any) -> Any:
         buffer = trees.on_device(buffer)
     elif not isinstance(one, jax.core.Tracer):
         check_readable(buffer)
-    if np.ndim(getattr(buffer, "counters", ())) > 1:
+    if getattr(one, "ndim", 0) > 1 and hasattr(buffer, "counters"):
         count = " × ".join(str(axis) for axis in buffer.counters.shape[:-1])
         raise ValueError(
             f"buffer is {count} buffers side by side; work on each of them with jax.vmap, or take "

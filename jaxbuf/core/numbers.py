@@ -196,14 +196,22 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
     return to_array(value, name, np.dtype("int32"))
 
 
-def is_settled(tree: PyTree, name: str, dtype: Dtype | None) -> bool:
-    """Returns whether neither ``convert``, if there is a dtype, nor ``narrow`` changes a pytree."""
-    for leaf in trees.leaves(tree, name):
-        if not trees.is_concrete(type(leaf)) or _may_change(leaf):
-            return False
-        if dtype is not None and leaf.dtype != dtype:
-            return False
-    return True
+def settled(tree: PyTree) -> PyTree | None:
+    """Returns a pytree with copies of its NumPy arrays, or None if ``narrow`` may change others.
+
+    Most calls from Python come here with arrays alone, and in a loop that does other things each
+    look at one of them counts.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    copied = False
+    for number, leaf in enumerate(leaves):
+        if type(leaf) is np.ndarray:
+            if not leaf.dtype.isnative or leaf.dtype in _HALF:
+                return None
+            leaves[number], copied = leaf.copy(), True
+        elif not trees.is_concrete(type(leaf)) or getattr(leaf, "weak_type", False):
+            return None
+    return jax.tree.unflatten(treedef, leaves) if copied else tree
 
 
 def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.core import fields, numbers, shapes, trees
+from jaxbuf.core import fields, native, numbers, shapes, trees
 from jaxbuf.core.donation import check_apart, check_not_donated, check_single, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
@@ -42,7 +42,7 @@ class About(TypedDict, total=False):
         stored: The names of arguments that are written to the storage of ``self``, or to its field
             ``path`` if there is such an argument, and become what is there.
         buffers: The names of arguments besides ``self`` that are buffers.
-        keys: The names of arguments that are PRNG keys, which are checked before they are traced.
+        keys: The names of arguments that are PRNG keys.
         keeps: The names of fields that the method neither reads nor changes, if ``self`` has them.
             They do not pass through the program, and a result of the same class has the same
             arrays. May be a function of ``self``.
@@ -127,7 +127,10 @@ class Program:
                 return self.function(**options)  # Python says what is missing.
             first = check_single(args[0])
             args = (first, *args[1:])
-        if trace_state() != _OUTSIDE or any(isinstance(x, OwnPrograms) for x in args):
+            alone = isinstance(first, OwnPrograms)
+        else:
+            alone = any(isinstance(x, OwnPrograms) for x in args)
+        if alone or trace_state() != _OUTSIDE:
             return self.function(*args, **options)
         try:
             return self._run(first, args, options, donate)
@@ -163,23 +166,47 @@ class Program:
         traced: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
         make = _compiled
-        for name, value in sorted(arguments.items()):
+        for name, value in arguments.items():
             if value is None and self.defaults.get(name) is None:
                 continue  # As if it had not been passed.
             if name in self.traced or not (name in self.static or _is_static(value)):
-                traced[name] = self._as_array(first, name, value, arguments)
+                traced[name] = value
             else:
                 fixed[name] = int(value) if isinstance(value, np.integer) else value
                 if callable(value):
                     # It is the same object, or an equal one, after what it reads has changed.
                     make = _compile
+        settled = self._settled(traced)
+        if settled is None:
+            settled = {
+                name: self._as_array(first, name, value, arguments)
+                for name, value in traced.items()
+            }
         keeps = self.keeps(first) if callable(self.keeps) else self.keeps
         kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
         if kept:
-            first = _with(first, dict.fromkeys(kept, ()))
-        platform = platform_of(one_leaf(first if self.is_method else traced))
-        result = make(self, donate, platform, tuple(fixed), *fixed.values())(first, traced)
-        return _with(result, kept) if kept and type(result) is type(first) else result
+            # In a fifth of the time of a dataclass's ``replace``.
+            whole, first = first, object.__new__(type(first))
+            vars(first).update(vars(whole), **dict.fromkeys(kept, ()))
+        platform = platform_of(one_leaf(first if self.is_method else settled))
+        if len(fixed) > 1:
+            fixed = dict(sorted(fixed.items()))
+        result = make(self, donate, platform, tuple(fixed), *fixed.values())(first, settled)
+        if kept and type(result) is type(first):
+            vars(result).update(kept)  # Nobody else has it.
+        return result
+
+    def _settled(self, traced: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns what ``_as_array`` would, if it need not convert an argument; else None."""
+        if self.buffers:
+            return None
+        for name, dtype in self.dtypes.items():
+            if name in traced and getattr(traced[name], "dtype", None) != dtype:
+                return None
+        try:
+            return numbers.settled(traced)
+        except (ValueError, TypeError):
+            return None  # What is no pytree raises a better error with its name.
 
     def _as_array(self, first: Any, name: str, value: Any, arguments: dict[str, Any]) -> Any:
         """Returns an argument as the compiled function takes it, with copies of NumPy arrays.
@@ -192,8 +219,6 @@ class Program:
         if name in self.keys:
             return check_key(value)
         dtype = self.dtypes.get(name)
-        if numbers.is_settled(value, name, dtype):
-            return value
         if dtype is not None:
             infinite = name in self.about.get("infinite", ())
             converted = numbers.convert(value, name, dtype, infinite=infinite)
@@ -271,13 +296,6 @@ def _is_static(value: object) -> bool:
     return callable(value) and jax.tree_util.all_leaves([value])
 
 
-def _with(buffer: Any, updates: dict[str, Any]) -> Any:
-    """Returns a frozen dataclass with other fields, in a fifth of the time of its ``replace``."""
-    changed = object.__new__(type(buffer))
-    vars(changed).update(vars(buffer), **updates)
-    return changed
-
-
 def _options(platform: str) -> dict[str, str] | None:
     fast = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
     return dict([fast]) if platform == "cpu" and takes_option(*fast) else None
@@ -295,7 +313,7 @@ def _compile(
                 shapes.note(first, traced[name], program.function.__name__)
         args = (first,) if program.is_method else ()
         # Trees that it creates lie where the buffer does.
-        with using_width(width_for(platform)):
+        with using_width(width_for(platform)), native.called_from_python(platform == "cpu"):
             return program.function(*args, **traced, **fixed)
 
     run.__name__ = run.__qualname__ = program.function.__name__

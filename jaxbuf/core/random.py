@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray, UInt
+from jaxtyping import Array, Int, Integer, PRNGKeyArray, UInt
 
 from jaxbuf.core import native, trees
 from jaxbuf.core.order import in_halves
@@ -66,12 +66,18 @@ def _threefry(count: UInt[Array, " B"], key: UInt[Array, " 2"]) -> UInt[Array, "
     return one ^ two
 
 
-def scale_word(word: UInt[Array, "..."], below: UInt[Array, "..."]) -> UInt[Array, "..."]:
+def scale_word(word: UInt[Array, "..."], below: Integer[Array, "..."]) -> Int[Array, "..."]:
     """Scales a random 32-bit word to an integer in ``[0, below)``: the high half of the product.
 
     Unlike a scaled float, the result takes every integer, each with the same probability up to a
     relative error of ``below / 2**32``.
     """
+    below = below.astype(jnp.uint32)
+    return _scaled(word, jnp.broadcast_to(below, word.shape) if below.ndim else below)
+
+
+@native.kernel("scale_word")
+def _scaled(word: UInt[Array, "..."], below: UInt[Array, "..."]) -> Int[Array, "..."]:
     half = jnp.uint32(16)
     low = jnp.uint32(0xFFFF)
     below = jnp.broadcast_to(below, word.shape)
@@ -79,4 +85,4 @@ def scale_word(word: UInt[Array, "..."], below: UInt[Array, "..."]) -> UInt[Arra
     below_high, below_low = below >> half, below & low
     middle = word_high * below_low + ((word_low * below_low) >> half)
     carry = (middle & low) + word_low * below_high
-    return word_high * below_high + (middle >> half) + (carry >> half)
+    return (word_high * below_high + (middle >> half) + (carry >> half)).astype(jnp.int32)

@@ -573,7 +573,7 @@ def _set(
     ops = [OPS.index(op) for op in tree.ops]
     natively = functools.partial(native.set_leaves, ops=ops, capacity=tree.capacity)
     plainly = functools.partial(_set_plainly, tree.ops, tree.capacity, tree.width, unique)
-    nodes, roots = _either(tree, natively, plainly, tree.nodes, index, _bits(value))
+    nodes, roots = _either(tree, natively, plainly, tree.nodes, index, value)
     return tree.replace(nodes=nodes, roots=roots)
 
 
@@ -584,7 +584,7 @@ def _set_plainly(
     unique: bool,
     nodes: Nodes,
     index: Int[Array, " B"],
-    bits: Int[Array, " B"],
+    value: Float[Array, " B"],
 ) -> tuple[Nodes, Int[Array, " K"]]:
     below, *above = levels(capacity, len(ops), width)
     rows = index.shape[0]
@@ -600,7 +600,7 @@ def _set_plainly(
         leaves = leaves.at[at].max(number, mode="drop")
         last = leaves.at[at].get(mode="fill", fill_value=0) == number
         at = _place(nodes, jnp.where(last, index, leaves.size))
-    leaves = leaves.at[at].set(bits, mode="drop")
+    leaves = leaves.at[at].set(_bits(value), mode="drop")
     nodes = ((leaves,), *nodes[1:]) if isinstance(nodes, tuple) else leaves
     # Recompute the parents of changed nodes, until a level has few nodes or no more than there are
     # rows. All nodes above are recomputed, which takes no gathers and fewer kernels: in a wide tree

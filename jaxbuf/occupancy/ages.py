@@ -6,7 +6,7 @@ from typing import Protocol, Self
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import storage
+from jaxbuf.core import native, storage
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import scale_word
 
@@ -110,9 +110,7 @@ class AgeRange:
 
     def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
-        env, before = ring_of(self.count, rank)
-        first, before = storage.select(env, (self.first, before))
-        return env * self.length + remainder(first + rank - before, self.length)
+        return _items_at(rank, self.first, self.count, length=self.length)
 
     def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
         """Returns whether the items at these slots are in the range."""
@@ -120,6 +118,15 @@ class AgeRange:
         first, count = storage.select(env, (self.first, self.count))
         inside = (index >= 0) & (index < self.count.shape[0] * self.length)
         return inside & (remainder(offset - first, self.length) < count)
+
+
+@native.kernel("items_at")
+def _items_at(
+    rank: Int[Array, " B"], first: Int[Array, " E"], count: Int[Array, " E"], *, length: int
+) -> Int[Array, " B"]:
+    env, before = ring_of(count, rank)
+    first, before = storage.select(env, (first, before))
+    return env * length + remainder(first + rank - before, length)
 
 
 def grid(ages: Ages, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]:
@@ -147,7 +154,7 @@ def in_part(
     width, more = quotient(total, parts), remainder(total, parts)
     begin = part * width + jnp.minimum(part, more)
     size = width + (part < more).astype(jnp.int32)
-    return begin + scale_word(words, size.astype(jnp.uint32)).astype(jnp.int32)
+    return begin + scale_word(words, size)
 
 
 def spread(
@@ -175,5 +182,5 @@ def spread(
     rank = jnp.where(ranks >= rows, stratified, remainder(row, ranks))
     # A random shift decides which strata are one larger.
     uneven = jnp.where(ranks >= rows, remainder(ranks, rows), remainder(jnp.int32(rows), ranks)) > 0
-    shift = scale_word(turn, ranks.astype(jnp.uint32)).astype(jnp.int32)
+    shift = scale_word(turn, ranks)
     return remainder(rank + jnp.where(uneven, shift, 0), ranks)

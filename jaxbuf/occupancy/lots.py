@@ -54,7 +54,7 @@ class Lots(Ranking):
             key = jax.random.wrap_key_data(self.words, impl="threefry2x32")
             word = random_words(jax.random.fold_in(key, self.arrivals), (rows,))
             # Positive normal floats, of which there are 2**31: they are rarely equal.
-            bits = scale_word(word, jnp.uint32(_MANY)) + jnp.uint32(_LEAST)
+            bits = scale_word(word, jnp.uint32(_MANY)) + jnp.int32(_LEAST)
             score = lax.bitcast_convert_type(bits, jnp.float32)
         return super().place(rows, mask, score)
 

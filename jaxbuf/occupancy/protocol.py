@@ -59,6 +59,35 @@ class Occupancy(abc.ABC):
         """Returns whether the items with these names are still there."""
         return self.live(slots.index) & (self.generation(slots.index) == slots.generation)
 
+    def rows_to_change(
+        self, slots: Slots, wanted: Bool[Array, " B"], legal: Bool[Array, " B"]
+    ) -> tuple[Int[Array, " B"], UInt[Array, ""]]:
+        """Returns the slots of rows to change, and the number of rows with an illegal change.
+
+        Args:
+            slots: The names of items.
+            wanted: The rows to change, if their item is still there.
+            legal: The rows whose change is legal.
+
+        Returns:
+            The slots, past the end for rows that do not change, ``[B]``, and the number of the rows
+            to change that are not legal.
+        """
+        wanted = wanted & self.holds(slots)
+        index = jnp.where(wanted & legal, slots.index, self.num_slots)
+        return index, jnp.sum(wanted & ~legal, dtype=jnp.uint32)
+
+    def slots_of(
+        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, nowhere: int
+    ) -> tuple[Slots, Bool[Array, " B"]]:
+        """Returns the names of items, and which of the ``valid`` rows have one.
+
+        The others have the slot ``nowhere``, which is past the end.
+        """
+        valid = valid & self.live(index)
+        index = jnp.where(valid, index, nowhere)
+        return Slots(index=index, generation=self.generation(index)), valid
+
     def metrics(self) -> dict[str, Array]:
         """Returns scalars to monitor; none by default."""
         return {}

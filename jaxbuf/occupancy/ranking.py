@@ -115,7 +115,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
-        return scale_word(words, self.held).astype(jnp.int32)
+        return scale_word(words, self.held)
 
     def demote(self, index: Int[Array, " B"]) -> Self:
         """Makes the items at ``index`` rank below all others, so that they are replaced first."""

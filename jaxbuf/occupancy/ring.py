@@ -8,9 +8,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxbuf.core import native
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.random import scale_word
+from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import ItemOccupancy
 
@@ -87,9 +89,23 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         """Returns the lap in which ``index`` was written."""
         return jnp.where(index < self.position, self.lap, self.lap - jnp.uint32(1))
 
+    @native.kernel("ring_rows_to_change", "capacity")
+    def rows_to_change(
+        self, slots: Slots, wanted: Bool[Array, " B"], legal: Bool[Array, " B"]
+    ) -> tuple[Int[Array, " B"], UInt[Array, ""]]:
+        """Returns the slots of rows to change, and a count of illegal ones; see ``Occupancy``."""
+        return super().rows_to_change(slots, wanted, legal)
+
+    @native.kernel("ring_slots_of", "capacity")
+    def slots_of(
+        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, nowhere: int
+    ) -> tuple[Slots, Bool[Array, " B"]]:
+        """Returns the names of items, and which of the ``valid`` rows have one."""
+        return super().slots_of(index, valid, nowhere=nowhere)
+
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
-        return scale_word(words, self.held).astype(jnp.int32)
+        return scale_word(words, self.held)
 
     def span(self) -> tuple[Int[Array, " 1"], Int[Array, " 1"]]:
         """Returns the slot of the earliest item, and the number of items."""
@@ -135,6 +151,10 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
 class QueueRing(Ring):
     """A ring whose oldest items are dequeued, so that any of its slots may be empty."""
+
+    # The kernels of a ring take the first ``held`` slots to be the live ones.
+    rows_to_change = ItemOccupancy.rows_to_change
+    slots_of = ItemOccupancy.slots_of
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""

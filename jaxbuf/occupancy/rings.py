@@ -8,12 +8,16 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxbuf.core import storage
+from jaxbuf.core import native, storage
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.random import scale_word
+from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import Occupancy
+
+# The fields that the kernels take.
+_SIZES = ("num_envs", "starts", "period", "length", "sequence_length", "ignored")
 
 
 class Rings(Occupancy, Checked, struct.PyTreeNode):
@@ -193,11 +197,24 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         cursor, lap, _ = self._counters(env)
         return jnp.where(start < cursor.astype(jnp.int32), lap, lap - jnp.uint32(1))
 
+    @native.kernel("rings_rows_to_change", *_SIZES)
+    def rows_to_change(
+        self, slots: Slots, wanted: Bool[Array, " B"], legal: Bool[Array, " B"]
+    ) -> tuple[Int[Array, " B"], UInt[Array, ""]]:
+        """Returns the slots of rows to change, and a count of illegal ones; see ``Occupancy``."""
+        return super().rows_to_change(slots, wanted, legal)
+
+    @native.kernel("rings_slots_of", *_SIZES)
+    def slots_of(
+        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, nowhere: int
+    ) -> tuple[Slots, Bool[Array, " B"]]:
+        """Returns the names of windows, and which of the ``valid`` rows have one."""
+        return super().slots_of(index, valid, nowhere=nowhere)
+
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn window for each random word; arbitrary if none is complete."""
         windows = AgeRange(*self.span(), self.starts)
-        rank = scale_word(words, windows.total.astype(jnp.uint32)).astype(jnp.int32)
-        return windows.at(rank)
+        return windows.at(scale_word(words, windows.total))
 
     @property
     def end(self) -> UInt[Array, " E"]:

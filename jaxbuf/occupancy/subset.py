@@ -119,8 +119,8 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
 
         A word that scales to the integer ``k`` draws the ``k``-th member.
         """
-        rank = scale_word(words, self.size.astype(jnp.uint32))
-        return self.at(rank.astype(jnp.int32))
+        rank = scale_word(words, self.size)
+        return self.at(rank)
 
     def draw_where(
         self, wanted: Bool[Array, " B"], words: UInt[Array, " B"], index: Int[Array, " B"]

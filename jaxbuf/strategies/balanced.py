@@ -78,12 +78,12 @@ class Balanced(KnownSampler):
 
         available = of_env(windows)
         if self.replacement:
-            offset = scale_word(words, available.astype(jnp.uint32)).astype(jnp.int32)
+            offset = scale_word(words, available)
         else:
             strata = jnp.maximum(of_env(count), 1)
             offset = in_part(words, row - of_env(first_row), strata, available)
             # A random shift decides which windows are in the larger strata.
-            shift = scale_word(shifts, windows.astype(jnp.uint32)).astype(jnp.int32)
+            shift = scale_word(shifts, windows)
             shift = jnp.where(remainder(available, strata) > 0, of_env(shift), 0)
             offset = remainder(offset + shift, jnp.maximum(available, 1))
         begin = jnp.cumsum(windows, dtype=jnp.int32) - windows

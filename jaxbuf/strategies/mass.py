@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
+from jaxbuf.core import native
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.strategies.distinct import distinct
@@ -106,14 +107,28 @@ def points(
     """
     strata = word.shape[0] if stratified else 1
     bits = max(24 - (strata - 1).bit_length(), 1)
+    if low is None:
+        return _points(word, word, total, bits=bits, strata=strata, shift=bits)
+    return _points(word, low, total, bits=bits, strata=strata, shift=0)
+
+
+@native.kernel("points")
+def _points(
+    word: UInt[Array, " B"],
+    low: UInt[Array, " B"],
+    total: Float[Array, ""],
+    *,
+    bits: int,
+    strata: int,
+    shift: int,
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
     high = word >> jnp.uint32(32 - bits)
     if strata > 1:
         high = high | (jnp.arange(strata, dtype=jnp.uint32) << jnp.uint32(bits))
     # The minimum keeps points below the total. It also keeps XLA from scaling the total by the size
     # of a cell first, which would underflow if all masses are tiny.
     cell, below = jnp.float32(1.0 / (strata * 2**bits)), jnp.float32(1.0 - 2.0**-24)
-    if low is None:
-        low = word << jnp.uint32(bits)
+    low = low << jnp.uint32(shift)
     fraction = (low >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
     return (
         jnp.minimum(high.astype(jnp.float32) * cell, below) * total,
@@ -173,7 +188,7 @@ def draw_shards(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> I
     end = jnp.cumsum(size, dtype=jnp.int32)
     # The words of the key itself choose the item.
     word = random_words(jax.random.fold_in(key, 1), (batch_size,))
-    return shard_of(end, scale_word(word, end[-1].astype(jnp.uint32)).astype(jnp.int32))[0]
+    return shard_of(end, scale_word(word, end[-1]))[0]
 
 
 def is_priority(value: Float[Array, "..."]) -> Bool[Array, "..."]:

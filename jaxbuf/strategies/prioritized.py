@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
-from jaxbuf.core import checks
+from jaxbuf.core import checks, native
 from jaxbuf.core.hyperparameters import is_fixed
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
@@ -135,23 +135,19 @@ class Prioritized(ShardableSampler):
 
     def mass(self, priority: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns ``(priority + epsilon) ** alpha``, clipped; 0 where the base is 0."""
-        # By its bits, since a comparison of numbers may take the smallest ones for zeros. Negative
-        # ones are refused elsewhere, and must not make a NaN here: ``jax_debug_nans`` would raise.
-        positive = lax.bitcast_convert_type(priority, jnp.int32) > 0
-        least = jnp.maximum(priority, jnp.float32(_LEAST_MASS))
-        base = jnp.where(positive, least, jnp.zeros_like(priority)) + jnp.float32(self.epsilon)
+        base, _ = _base(priority, jnp.float32(self.epsilon))
         if is_fixed(self.alpha, 1.0):
             mass = base
         elif is_fixed(self.alpha, 0.5):
             mass = jnp.sqrt(base)
         else:
             mass = jnp.power(base, jnp.float32(self.alpha))
-        mass = jnp.clip(mass, jnp.float32(_LEAST_MASS), jnp.float32(_LARGEST_MASS))
-        return jnp.where(base > 0, mass, jnp.zeros_like(mass))
+        return _within(mass, base)
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the priorities that are finite and not negative."""
-        return is_priority(value)
+        # XLA computes it once for both this and the mass.
+        return _base(value, jnp.float32(self.epsilon))[1]
 
     def on_change(
         self,
@@ -323,10 +319,11 @@ class Prioritized(ShardableSampler):
         """Returns the probability that a draw gives an item of this mass."""
         total = ends(summaries.total)[-1]
         uniform = share(jnp.sum(summaries.size, axis=0, dtype=jnp.int32))
-        least = jnp.where(mass > 0, jnp.float32(_LEAST_MASS), jnp.zeros_like(mass))
-        probability = jnp.maximum(over(mass, total), least)
-        if self._mixes:
-            probability = (1.0 - self.uniform_mix) * probability + self.uniform_mix * uniform
+        # A kernel would divide in another way than XLA, which multiplies by an inverse.
+        probability = _share(over(mass, total), mass, total, uniform)
+        if not self._mixes:
+            return probability
+        probability = (1.0 - self.uniform_mix) * probability + self.uniform_mix * uniform
         return jnp.where(total > 0, probability, uniform)
 
     def _targets(
@@ -363,6 +360,41 @@ class Prioritized(ShardableSampler):
         index, mass = state.find(point.prefix, point.refine)
         index = occupancy.draw_where(~point.by_mass, point.word, index)
         return state.read(index) if self._mixes else (index, mass)
+
+
+@native.kernel("mass_base")
+def _base(
+    priority: Float[Array, "..."], epsilon: Float[Array, ""]
+) -> tuple[Float[Array, "..."], Bool[Array, "..."]]:
+    """Returns ``priority + epsilon`` for a priority of at least the least mass, or of 0.
+
+    And a mask of the legal priorities.
+    """
+    # By its bits, since a comparison of numbers may take the smallest ones for zeros. Negative
+    # ones are refused elsewhere, and must not make a NaN here: ``jax_debug_nans`` would raise.
+    positive = lax.bitcast_convert_type(priority, jnp.int32) > 0
+    least = jnp.maximum(priority, jnp.float32(_LEAST_MASS))
+    base = jnp.where(positive, least, jnp.zeros_like(priority)) + epsilon
+    return base, is_priority(priority)
+
+
+@native.kernel("mass_within")
+def _within(mass: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the mass within the bounds of masses, 0 where the base is 0."""
+    mass = jnp.clip(mass, jnp.float32(_LEAST_MASS), jnp.float32(_LARGEST_MASS))
+    return jnp.where(base > 0, mass, jnp.zeros_like(mass))
+
+
+@native.kernel("mass_share")
+def _share(
+    share: Float[Array, "..."],
+    mass: Float[Array, "..."],
+    total: Float[Array, ""],
+    uniform: Float[Array, ""],
+) -> Float[Array, "..."]:
+    """Returns the share of a mass in the total, not 0 if it has mass; uniform without a total."""
+    least = jnp.where(mass > 0, jnp.float32(_LEAST_MASS), jnp.zeros_like(mass))
+    return jnp.where(total > 0, jnp.maximum(share, least), uniform)
 
 
 def _quick_power(base: Float[Array, "..."], exponent: Array) -> Float[Array, "..."]:

@@ -183,8 +183,8 @@ class Shuffled(Sampler):
             count = jnp.where(left >= batch_size, count, 0)
 
         def propose(key: PRNGKeyArray, rows: int, _: object) -> Int[Array, " P"]:
-            rank = scale_word(random_words(key, (rows,)), left.astype(jnp.uint32))
-            return state.at(first + rank.astype(jnp.int32))
+            rank = scale_word(random_words(key, (rows,)), left)
+            return state.at(first + rank)
 
         index, valid = distinct(key, batch_size, count, (), propose, None, state.capacity)
         slot = jnp.where(valid, index, state.capacity)

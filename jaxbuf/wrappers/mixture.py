@@ -202,7 +202,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             doubled = jnp.broadcast_to(2 * jnp.maximum(rows, 0).astype(jnp.uint32), len(self.parts))
             shares = jnp.asarray(self._shares, jnp.uint32)  # [P]
             # The high and low halves of the 64-bit product.
-            whole, rest = scale_word(doubled, shares).astype(jnp.int32), doubled * shares
+            whole, rest = scale_word(doubled, shares), doubled * shares
             counts = jnp.maximum(_largest_remainders(rows, whole, rest), 1)
         able = [
             part.can_sample(counts[i])

@@ -15,11 +15,18 @@ import pytest
 
 import jaxbuf
 from jaxbuf.core import native, storage
-from jaxbuf.core.native import using_native
+from jaxbuf.core.native import called_from_python, using_native
+from jaxbuf.core.random import scale_word
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
+from jaxbuf.occupancy.ages import AgeRange
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.ranking import Ranking
+from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.rings import Rings
+from jaxbuf.strategies import prioritized
+from jaxbuf.strategies.mass import over, points
 from tests.contract.test_compiled import copies
 
 EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0)}
@@ -38,7 +45,7 @@ def both(function, *args):
     """Returns the output of a function, which must be the same with and without kernels."""
     with using_native(False):
         plain = jax.jit(function)(*args)
-    with using_native(True):
+    with using_native(True), called_from_python(True):
         natively = jax.jit(function).lower(*args)
         assert "jaxbuf_" in natively.as_text()
         same(natively.compile()(*args), plain)
@@ -205,6 +212,146 @@ def test_the_last_of_equal_rows_is_the_same(numbers, rows):
     found = both(keep, jnp.asarray(lanes[0]))
     assert found.tolist() == np.where(expected, lanes[0], nowhere).tolist()
     both(jax.vmap(keep), jnp.asarray(lanes))
+
+
+RING = Ring(jnp.uint32(4), jnp.uint32(7), jnp.uint32(9), capacity=9)
+WINDOWS = Rings(
+    jnp.asarray([4, 0, 9], jnp.uint32),
+    jnp.asarray([7, 1, 2**32 - 1], jnp.uint32),
+    jnp.asarray([12, 0, 10], jnp.uint32),
+    length=12,
+    sequence_length=2,
+    period=3,
+    ignored=1,
+)
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 2.0**-126, 0.3, 1.0, 3e38, np.inf, -np.inf, np.nan, -2]
+
+
+def numbers(rng, rows):
+    """Priorities, among them all kinds that are not legal."""
+    return np.resize(rng.permutation([*SPECIAL, *rng.random(20)]), rows).astype(np.float32)
+
+
+def words(rng, rows):
+    return rng.integers(0, 2**32, rows, dtype=np.uint32)
+
+
+def names(rng, rows, slots):
+    index = np.resize(rng.permutation([-(2**31), -1, *range(slots + 2), 2**31 - 1]), rows)
+    generation = np.uint32(rng.choice([0, 1, 2, 6, 7, 2**32 - 1, 2**32 - 2], rows))
+    return Slots(index.astype(np.int32), generation)
+
+
+def flags(rng, rows):
+    return rng.random((2, rows)) < 0.7
+
+
+def share_of(mass, total, uniform):
+    return prioritized._share(over(mass, total), mass, total, uniform)
+
+
+# The function, and its arguments for a number of rows.
+ROWS = {
+    "is_priority": lambda rng, n: (PRIORITIZED.accepts, numbers(rng, n)),
+    "mass": lambda rng, n: (jaxbuf.Prioritized().mass, numbers(rng, n)),
+    "mass of 1": lambda rng, n: (jaxbuf.Prioritized(alpha=1, epsilon=0.1).mass, numbers(rng, n)),
+    "share": lambda rng, n: (share_of, np.abs(numbers(rng, n)), *np.float32([3e4, 0.1])),
+    "no share": lambda rng, n: (share_of, np.zeros(n, "f4"), *np.float32([0, 0.1])),
+    "strata": lambda rng, n: (
+        lambda word, total: points(word, None, total, stratified=True),
+        words(rng, n),
+        np.float32(3e-36),
+    ),
+    "points": lambda rng, n: (
+        functools.partial(points, stratified=False), words(rng, n), words(rng, n), np.float32(1e30)
+    ),
+    "scaled": lambda rng, n: (scale_word, words(rng, n), np.uint32(2**31 - 1)),
+    "each scaled": lambda rng, n: (scale_word, words(rng, n), words(rng, n) >> np.uint32(1)),
+    "rows of a ring": lambda rng, n: (Ring.rows_to_change, RING, names(rng, n, 9), *flags(rng, n)),
+    "slots of a ring": lambda rng, n: (
+        functools.partial(Ring.slots_of, nowhere=9), RING, names(rng, n, 9).index,
+        rng.random(n) < 0.8,
+    ),
+    "rows of windows": lambda rng, n: (
+        Rings.rows_to_change, WINDOWS, names(rng, n, 12), *flags(rng, n)
+    ),
+    "slots of windows": lambda rng, n: (
+        functools.partial(Rings.slots_of, nowhere=36), WINDOWS, names(rng, n, 12).index,
+        rng.random(n) < 0.8,
+    ),
+    "items at": lambda rng, n: (
+        lambda rank, first, count: AgeRange(first, count, 6).at(rank),
+        np.resize(np.arange(-1, 13, dtype=np.int32), n),
+        np.int32([5, 0, 2]),
+        np.int32([6, 0, 5]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_rows_are_computed_bit_for_bit(name):
+    rng = np.random.default_rng(1)
+    for rows in (4, 70):
+        function, *args = ROWS[name](rng, rows)
+        args = jax.tree.map(jnp.asarray, args)
+        found = both(function, *args)
+        # Two lanes, of which only the first argument has its own, and then only the last one.
+        for axis in (0, -1):
+            lanes = [None] * len(args)
+            lanes[axis] = 0
+            stacked = [*args]
+            stacked[axis] = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args[axis])
+            together = both(jax.vmap(function, lanes), *stacked)
+            same(together, jax.tree.map(lambda leaf: np.stack([leaf, leaf]), found))
+    if name == "each scaled":
+        word, below = map(np.uint64, args)
+        np.testing.assert_array_equal(found, word * below >> np.uint64(32))
+
+
+def test_kernels_of_rows_have_the_derivatives_of_their_definitions():
+    priority = jnp.asarray([0.3, 2.0, 0.0, 5.0])
+    slope = jax.grad(lambda priority: jnp.sum(jaxbuf.Prioritized(alpha=1.0).mass(priority)))
+    with using_native(True), called_from_python(True):
+        np.testing.assert_array_equal(slope(priority), [1, 1, 0, 1])
+
+
+ITEM = {"obs": jnp.zeros(4), "reward": jnp.float32(0)}
+CREATE = {
+    "items": functools.partial(jaxbuf.ItemBuffer.create, ITEM, 2**14),
+    "windows": functools.partial(jaxbuf.TrajectoryBuffer.create, ITEM, 4, 2**12, sequence_length=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampler", "operation", "rows"),
+    [
+        ("items", jaxbuf.Uniform(), "add", 64),
+        ("items", jaxbuf.Uniform(), "sample", 256),
+        ("items", PRIORITIZED, "add", 64),
+        ("items", PRIORITIZED, "sample", 256),
+        ("items", PRIORITIZED, "update", 256),
+        ("windows", jaxbuf.Uniform(), "sample", 32),
+        ("windows", PRIORITIZED, "add", 4),
+        ("windows", PRIORITIZED, "sample", 32),
+        ("windows", PRIORITIZED, "update", 256),
+    ],
+)
+def test_small_calls_count_fewer_operations_than_xla_hands_to_another_thread(
+    kind, sampler, operation, rows
+):
+    # XLA:CPU runs a program in the thread that calls it if it counts fewer than 1,000.
+    buffer = CREATE[kind](sampler=sampler)
+    leading = (rows,) if kind == "items" else (4, rows // 4)
+    items = jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape)), ITEM)
+    slots = Slots(jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.uint32))
+    function, *args = {
+        "add": lambda: (type(buffer).add, buffer, items),
+        "sample": lambda: (lambda b, key: b.sample(key, rows), buffer, jax.random.key(0)),
+        "update": lambda: (type(buffer).update_priority, buffer, slots, jnp.ones(rows)),
+    }[operation]()
+    with using_native(True), called_from_python(True):
+        counted = jax.jit(function).lower(*args).compile().cost_analysis()
+    assert counted["flops"] < 1000
 
 
 @pytest.mark.parametrize("rows", [0, 1])

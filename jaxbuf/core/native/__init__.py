@@ -1,4 +1,4 @@
-"""C++ kernels for the CPU, which are used through one function: ``either``.
+"""C++ kernels for the CPU, which are used through ``either``, or the decorator ``kernel``.
 
 XLA:CPU compiles a tree or a gather to many small kernels that take longer to launch than to run.
 ``kernels.cc`` does each operation in one call. It is compiled when the package is installed. If
@@ -12,7 +12,7 @@ import functools
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,31 @@ from jaxbuf.core import versions
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.types import Function
 
-KERNELS = ("set_leaves", "find", "read", "place", "mark", "keep_last", "random_words", "take")
+KERNELS = (
+    "set_leaves",
+    "find",
+    "read",
+    "place",
+    "mark",
+    "keep_last",
+    "ring_rows_to_change",
+    "ring_slots_of",
+    "rings_rows_to_change",
+    "rings_slots_of",
+    "items_at",
+    "mass_base",
+    "mass_within",
+    "mass_share",
+    "points",
+    "random_words",
+    "scale_word",
+    "take",
+)
+
+
+# The numbers of rows for which calls from Python take less time with kernels of rows: fewer count
+# few operations, and the writes of more count too many.
+_FEW, _MANY = 4, 1024
 
 
 @functools.cache
@@ -120,6 +144,59 @@ def either(
     return lax.platform_dependent(*arrays, cpu=on_cpu, default=elsewhere)
 
 
+# Whether what is traced is a program of its own, which is called from Python.
+_called: Any = jax.make_user_context(False)
+
+
+def called_from_python(enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Sets whether programs traced in this ``with`` block run for one call each, on a CPU.
+
+    XLA:CPU runs a program in the thread that calls it if it counts fewer than 1,000 operations, and
+    a kernel counts as none. Else it wakes another thread, which takes longer than small calls do.
+    In the program of a training loop that does not matter, and a kernel takes longer to launch than
+    a few operations on rows, which XLA puts into one.
+    """
+    return _called(enabled)
+
+
+def kernel(name: str, *fields: str) -> Callable[[Function], Function]:
+    """Returns a decorator for what a kernel does in a program that is called from Python.
+
+    The function decorated is the definition. It takes pytrees of arrays, and integers by name. Its
+    first result has the shape ``[B]``; for another one, few rows, or many, it runs itself. Its
+    derivatives are its own.
+
+    Args:
+        name: The name of the kernel.
+        *fields: Names of integers of the first argument, which the kernel takes as ``sizes``. The
+            integers that the function takes come after them, in the order of the call.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: PyTree[Array], **numbers: int) -> Any:
+            plainly = functools.partial(function, **numbers)
+            if not _called.value:
+                return plainly(*args)
+            out, treedef = jax.tree.flatten(jax.eval_shape(plainly, *args))
+            if out[0].ndim != 1 or not _FEW <= out[0].size <= _MANY:
+                return plainly(*args)
+            integers = [*(getattr(args[0], field) for field in fields), *numbers.values()]
+            sizes: dict[str, Any] = {"sizes": integers} if integers else {}
+
+            def natively(*args: PyTree[Array]) -> Any:
+                results = _call(name, out, *jax.tree.leaves(args), **sizes)
+                return jax.tree.unflatten(treedef, results)
+
+            chosen = jax.custom_jvp(functools.partial(either, natively, plainly))
+            chosen.defjvp(functools.partial(jax.jvp, plainly))
+            return chosen(*args)
+
+        return call
+
+    return decorate
+
+
 def _call(
     name: str, out: PyTree[Any], *arrays: Array, in_place: bool = False, **numbers: Any
 ) -> PyTree[Array]:
@@ -139,14 +216,14 @@ def _call(
 def set_leaves(
     nodes: Int[Array, " P"],
     index: Int[Array, " B"],
-    bits: Int[Array, " B"],
+    value: Float[Array, " B"],
     *,
     ops: Sequence[int],
     capacity: int,
 ) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
     """Returns the nodes and roots of a ``SegmentTree``; ``ops`` are positions in ``OPS``."""
     out = (nodes, jax.ShapeDtypeStruct((len(ops) + 1,), jnp.int32))
-    arrays = nodes, index, bits
+    arrays = nodes, index, value
     return _call("set_leaves", out, *arrays, in_place=True, ops=ops, capacity=capacity)
 
 

@@ -21,12 +21,14 @@ namespace ffi = xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 using Words = ffi::Buffer<ffi::U32>;
+using Flags = ffi::Buffer<ffi::PRED>;
 using Numbers = ffi::Span<const int64_t>;
 
 // Attributes as parameters, from which their names are known.
 constexpr char kCapacity[] = "capacity", kOps[] = "ops", kStarts[] = "starts";
-constexpr char kNowhere[] = "nowhere";
+constexpr char kNowhere[] = "nowhere", kSizes[] = "sizes";
 using Capacity = ffi::Attr<int64_t, kCapacity>;
+using Sizes = ffi::Attr<Numbers, kSizes>;
 
 // FANOUT in segment_tree.py.
 constexpr int kShift = 4;
@@ -82,6 +84,23 @@ int64_t Product(ffi::Span<const int64_t> dimensions, size_t axes) {
   int64_t product = 1;
   for (size_t k = 0; k < axes; ++k) product *= dimensions[k];
   return product;
+}
+
+// Calls work(rows, lane) for each lane under vmap of a result that has rows. lane(array) is where
+// the numbers of the lane begin in an operand or a result.
+template <typename Result, typename Work>
+ffi::Error ForLanes(const Result& result, const Work& work) {
+  const auto all = result.dimensions();
+  const size_t axes = all.size() - 1;
+  const int64_t lanes = Product(all, axes);
+  for (int64_t t = 0; t < lanes; ++t) {
+    work(all[axes], [&](const auto& array) {
+      const auto own = array.dimensions();
+      const int64_t length = array.element_count() / Product(own, axes);
+      return array.typed_data() + PartOf(t, own, all, axes) * length;
+    });
+  }
+  return ffi::Error::Success();
 }
 
 // Copies an array to a result that XLA has not laid in the memory of it.
@@ -203,7 +222,7 @@ void Refresh(int32_t* tree, const std::vector<Level>& levels, const std::vector<
 }
 
 // All work is done in one thread, since two would wait for each other longer than one takes.
-ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
+ffi::Error SetLeaves(Ints nodes, Ints index, Floats value, ffi::Result<Ints> out,
                      ffi::Result<Ints> roots, ffi::Attr<Numbers, kOps> ops, Capacity capacity) {
   const size_t axes = nodes.dimensions().size() - 1;
   const int64_t trees = Product(nodes.dimensions(), axes), size = nodes.dimensions()[axes];
@@ -215,7 +234,8 @@ ffi::Error SetLeaves(Ints nodes, Ints index, Ints bits, ffi::Result<Ints> out,
   CopyUnlessSame(nodes, *out);
   for (int64_t t = 0; t < trees; ++t) {
     int32_t* tree = out->typed_data() + t * size;
-    const int32_t *at = index.typed_data() + t * count, *to = bits.typed_data() + t * count;
+    const int32_t* at = index.typed_data() + t * count;
+    const int32_t* to = static_cast<const int32_t*>(value.untyped_data()) + t * count;
     const auto legal = [&](int64_t i) { return at[i] >= 0 && at[i] < *capacity; };
     for (int64_t i = 0; i < count; ++i) {
       if (legal(i)) __builtin_prefetch(tree + at[i], 1);
@@ -395,17 +415,12 @@ ffi::Error Find(ffi::ThreadPool pool, Ints nodes, Floats prefix, Floats refine,
 
 ffi::Error Read(Ints nodes, Ints index, ffi::Result<Ints> same, ffi::Result<Ints> bits,
                 Capacity capacity) {
-  const auto all = bits->dimensions();
-  const size_t axes = all.size() - 1;
-  const int64_t lanes = Product(all, axes), rows = all[axes], size = nodes.dimensions()[axes];
-  for (int64_t t = 0; t < lanes; ++t) {
-    const int32_t* tree = nodes.typed_data() + PartOf(t, nodes.dimensions(), all, axes) * size;
-    const int32_t* at = index.typed_data() + PartOf(t, index.dimensions(), all, axes) * rows;
-    std::copy_n(at, rows, same->typed_data() + t * rows);
-    int32_t* to = bits->typed_data() + t * rows;
+  return ForLanes(*bits, [&](int64_t rows, const auto& lane) {
+    const int32_t *tree = lane(nodes), *at = lane(index);
+    std::copy_n(at, rows, lane(*same));
+    int32_t* to = lane(*bits);
     for (int64_t i = 0; i < rows; ++i) to[i] = tree[std::clamp<int64_t>(at[i], 0, *capacity - 1)];
-  }
-  return ffi::Error::Success();
+  });
 }
 
 // Ranking
@@ -479,7 +494,7 @@ ffi::Error Place(Words nodes, Words next, Words held, Words rank, Words arrival,
 
 // Adds numbers to a set of bitset.py or removes them: changes a bit in a word of the lowest level
 // and the counts above it by one. If a number has several rows, the last one counts.
-ffi::Error Mark(Words nodes, Ints index, ffi::Buffer<ffi::PRED> member, ffi::Result<Words> out,
+ffi::Error Mark(Words nodes, Ints index, Flags member, ffi::Result<Words> out,
                 ffi::Attr<Numbers, kStarts> starts, Capacity capacity) {
   constexpr int kBits = 5;
   const size_t axes = nodes.dimensions().size() - 1;
@@ -531,7 +546,180 @@ ffi::Error KeepLast(Ints index, ffi::Result<Ints> out, ffi::Attr<int64_t, kNowhe
   return ffi::Error::Success();
 }
 
+// Occupancies
+
+// The items of a Ring (ring.py).
+struct Ring {
+  const uint32_t cursor, lap, held;
+  const int64_t slots;
+
+  Ring(const uint32_t* cursor, const uint32_t* lap, const uint32_t* held, Numbers sizes)
+      : cursor(*cursor), lap(*lap), held(*held), slots(sizes[0]) {}
+  bool IsLive(int32_t index) const { return static_cast<uint32_t>(index) < held; }
+  uint32_t Generation(int32_t index) const {
+    return lap - (index >= static_cast<int32_t>(cursor));
+  }
+};
+
+// The windows of Rings (rings.py).
+struct Rings {
+  const uint32_t *cursor, *lap, *held;
+  const int64_t rings, starts, period, length, steps, ignored, slots = rings * starts;
+
+  Rings(const uint32_t* cursor, const uint32_t* lap, const uint32_t* held, Numbers sizes)
+      : cursor(cursor), lap(lap), held(held), rings(sizes[0]), starts(sizes[1]),
+        period(sizes[2]), length(sizes[3]), steps(sizes[4]), ignored(sizes[5]) {}
+  // Returns the ring of a window, and the place of its first step in it.
+  std::pair<int32_t, int32_t> Split(int32_t index) const {
+    const uint32_t number = static_cast<uint32_t>(index), each = static_cast<uint32_t>(starts);
+    const int32_t ring = static_cast<int32_t>(number / each);
+    return {std::clamp<int32_t>(ring, 0, static_cast<int32_t>(rings) - 1),
+            static_cast<int32_t>((number + each) % each * period)};
+  }
+  bool IsLive(int32_t index) const {
+    const auto [ring, start] = Split(index);
+    const uint32_t lap_of = static_cast<uint32_t>(length);
+    const int64_t behind = static_cast<int32_t>((cursor[ring] - 1 - start + lap_of) % lap_of);
+    return (index >= 0) & (index < slots) & (behind >= steps - 1) &
+           (behind < static_cast<int32_t>(held[ring]) - ignored);
+  }
+  uint32_t Generation(int32_t index) const {
+    const auto [ring, start] = Split(index);
+    return lap[ring] - (start >= static_cast<int32_t>(cursor[ring]));
+  }
+};
+
+template <typename Items>
+ffi::Error RowsToChange(Words cursor, Words lap, Words held, Ints index, Words generation,
+                        Flags wanted, Flags legal, ffi::Result<Ints> out,
+                        ffi::Result<Words> refused, Sizes sizes) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const Items items(lane(cursor), lane(lap), lane(held), *sizes);
+    const int32_t *at = lane(index), nowhere = static_cast<int32_t>(items.slots);
+    const uint32_t* of = lane(generation);
+    const bool *wants = lane(wanted), *may = lane(legal);
+    int32_t* __restrict to = lane(*out);
+    uint32_t count = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+      const bool holds = wants[i] & items.IsLive(at[i]) & (items.Generation(at[i]) == of[i]);
+      to[i] = holds & may[i] ? at[i] : nowhere;
+      count += holds & !may[i];
+    }
+    *lane(*refused) = count;
+  });
+}
+
+template <typename Items>
+ffi::Error SlotsOf(Words cursor, Words lap, Words held, Ints index, Flags valid,
+                   ffi::Result<Ints> out, ffi::Result<Words> generation,
+                   ffi::Result<Flags> still, Sizes sizes) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const Items items(lane(cursor), lane(lap), lane(held), *sizes);
+    const int32_t *from = lane(index);
+    const int32_t nowhere = static_cast<int32_t>((*sizes)[sizes->size() - 1]);
+    const bool* was = lane(valid);
+    int32_t* __restrict to = lane(*out);
+    uint32_t* __restrict of = lane(*generation);
+    bool* __restrict is = lane(*still);
+    for (int64_t i = 0; i < rows; ++i) {
+      is[i] = was[i] & items.IsLive(from[i]);
+      to[i] = is[i] ? from[i] : nowhere;
+      of[i] = items.Generation(to[i]);
+    }
+  });
+}
+
+// Returns the slots of items by rank, of which each ring has `count` from `first` on.
+ffi::Error ItemsAt(Ints rank, Ints first, Ints count, ffi::Result<Ints> out, Sizes sizes) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const int64_t rings = first.dimensions().back();
+    const int32_t *ranks = lane(rank), *begin = lane(first), *counts = lane(count);
+    std::vector<int32_t> until(rings);
+    std::partial_sum(counts, counts + rings, until.begin());
+    const uint32_t size = static_cast<uint32_t>((*sizes)[0]);
+    int32_t* __restrict to = lane(*out);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t ring = std::upper_bound(until.begin(), until.end(), ranks[i]) - until.begin();
+      const int64_t r = std::min(ring, rings - 1);
+      const uint32_t place = begin[r] + ranks[i] - (until[r] - counts[r]);
+      to[i] = static_cast<int32_t>(ring * size + (place + size) % size);
+    }
+  });
+}
+
+// Masses
+
+constexpr float kLeastMass = 0x1p-126f, kLargestMass = 0x1p96f;
+
+ffi::Error MassBase(Floats priority, Floats epsilon, ffi::Result<Floats> out,
+                    ffi::Result<Flags> legal) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const float *from = lane(priority), more = *lane(epsilon);
+    float* __restrict to = lane(*out);
+    bool* __restrict may = lane(*legal);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int32_t bits = AsBits(from[i]);
+      to[i] = (bits > 0 ? Max(from[i], kLeastMass) : 0.0f) + more;
+      may[i] = ((bits >= 0) & (bits < kInfinity)) | (bits == INT32_MIN);
+    }
+  });
+}
+
+ffi::Error MassWithin(Floats mass, Floats base, ffi::Result<Floats> out) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const float *from = lane(mass), *of = lane(base);
+    float* __restrict to = lane(*out);
+    for (int64_t i = 0; i < rows; ++i) {
+      to[i] = of[i] > 0.0f ? Min(Max(from[i], kLeastMass), kLargestMass) : 0.0f;
+    }
+  });
+}
+
+ffi::Error MassShare(Floats share, Floats mass, Floats total, Floats uniform,
+                     ffi::Result<Floats> out) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const float *from = lane(share), *of = lane(mass), instead = *lane(uniform);
+    const bool any = *lane(total) > 0.0f;
+    float* __restrict to = lane(*out);
+    for (int64_t i = 0; i < rows; ++i) {
+      to[i] = any ? Max(from[i], of[i] > 0.0f ? kLeastMass : 0.0f) : instead;
+    }
+  });
+}
+
+ffi::Error Points(Words word, Words low, Floats total, ffi::Result<Floats> point,
+                  ffi::Result<Floats> refine, Sizes sizes) {
+  const int64_t bits = (*sizes)[0], strata = (*sizes)[1], shift = (*sizes)[2];
+  const float cell = static_cast<float>(1.0 / static_cast<double>(strata << bits));
+  const auto part = [&](float number) { return Min(number * cell, 1.0f - 0x1p-24f); };
+  return ForLanes(*point, [&](int64_t rows, const auto& lane) {
+    const uint32_t *high = lane(word), *rest = lane(low);
+    const float whole = *lane(total);
+    float *__restrict to = lane(*point), *__restrict finer = lane(*refine);
+    for (int64_t i = 0; i < rows; ++i) {
+      const uint32_t stratum = strata > 1 ? static_cast<uint32_t>(i) << bits : 0;
+      to[i] = part(static_cast<float>(high[i] >> (32 - bits) | stratum)) * whole;
+      finer[i] = part(static_cast<float>(rest[i] << shift >> 8) * 0x1p-24f) * whole;
+    }
+  });
+}
+
 // Random words
+
+// The high half of the product of each word with an upper bound.
+ffi::Error ScaleWord(Words word, Words below, ffi::Result<Ints> out) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const uint32_t *from = lane(word), *factor = lane(below);
+    const bool same = below.dimensions().size() < word.dimensions().size();
+    int32_t* __restrict to = lane(*out);
+    if (same) {
+      const uint64_t by = *factor;
+      for (int64_t i = 0; i < rows; ++i) to[i] = from[i] * by >> 32;
+    } else {
+      for (int64_t i = 0; i < rows; ++i) to[i] = uint64_t{from[i]} * factor[i] >> 32;
+    }
+  });
+}
 
 // Writes Threefry-2x32 of (0, i) for n counters i, both halves combined by exclusive or.
 JAXBUF_VECTORS void Threefry(const uint32_t* key, int64_t n, uint32_t* __restrict words) {
@@ -554,12 +742,9 @@ JAXBUF_VECTORS void Threefry(const uint32_t* key, int64_t n, uint32_t* __restric
 }
 
 ffi::Error RandomWords(Words key, ffi::Result<Words> words) {
-  const size_t axes = key.dimensions().size() - 1;
-  const int64_t lanes = Product(key.dimensions(), axes), rows = words->dimensions()[axes];
-  for (int64_t t = 0; t < lanes; ++t) {
-    Threefry(key.typed_data() + 2 * t, rows, words->typed_data() + t * rows);
-  }
-  return ffi::Error::Success();
+  return ForLanes(*words, [&](int64_t rows, const auto& lane) {
+    Threefry(lane(key), rows, lane(*words));
+  });
 }
 
 // Storage
@@ -635,7 +820,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_read, Read);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_place, Place);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mark, Mark);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_keep_last, KeepLast);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_ring_rows_to_change, RowsToChange<Ring>);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_ring_slots_of, SlotsOf<Ring>);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_rows_to_change, RowsToChange<Rings>);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_slots_of, SlotsOf<Rings>);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_items_at, ItemsAt);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_base, MassBase);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_within, MassWithin);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_share, MassShare);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_points, Points);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_random_words, RandomWords);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_scale_word, ScaleWord);
 
 // XLA does not infer how to pass threads, or any number of arrays.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_find, Find,
