@@ -163,14 +163,24 @@ def check_step_mask(mask: Numbers, batch: tuple[int, ...]) -> Bool[Array, "E T"]
     Raises:
         ValueError: If it has another shape, or is not a mask.
     """
-    num_envs, *steps = batch
-    one = np.ndim(mask) == 1
-    shape = (num_envs,) if one else batch
-    axes = "(num_envs, T)" if steps and not one else "(num_envs,)"
-    if steps and one:
-        axes += f"; or one for each step, {batch}, which is (num_envs, T)"
-    array = storage.check_rows(mask, "mask", shape, np.bool_, axes)
-    return jnp.broadcast_to(array.reshape(num_envs, -1), (num_envs, *(steps or (1,))))
+    axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
+    if len(batch) > 1 and np.ndim(mask) == 1:
+        axes = f"(num_envs,); or one for each step, {batch}, which is (num_envs, T)"
+    return per_step(mask, "mask", batch, np.bool_, axes)
+
+
+def per_step(
+    value: Numbers, name: str, batch: tuple[int, ...], dtype: type[np.generic], axes: str
+) -> Array:
+    """Returns one number for each step, ``[E, T]``, given one for each step or environment.
+
+    Raises:
+        ValueError: If it has neither of these shapes, or another dtype.
+    """
+    shape = batch[:1] if np.ndim(value) == 1 else batch
+    array = storage.check_rows(value, name, shape, dtype, axes)
+    array = array[:, None] if array.ndim == 1 else array
+    return jnp.broadcast_to(array, (batch[0], *(batch[1:] or (1,))))
 
 
 def mask_of(envs: object, num_envs: int) -> Bool[Array, " E"]:

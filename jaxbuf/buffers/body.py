@@ -24,7 +24,7 @@ from jaxbuf.buffers.arguments import (
 from jaxbuf.buffers.base import Base
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
-from jaxbuf.core import counters, fields, sizes, storage, trees
+from jaxbuf.core import checks, counters, fields, sizes, storage, trees
 from jaxbuf.core.hyperparameters import bind, check_values, filled, split
 from jaxbuf.core.random import check_key
 from jaxbuf.core.slots import Slots
@@ -184,7 +184,8 @@ class Body(SlottedBuffer, Base):
         return self.replace(data=data, sampler_state=state, extra_states=states)
 
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
-        fn = write_back.check_function(fn)
+        if not callable(fn):
+            raise ValueError(f"fn is {checks.name_of(fn)}; expected a function of items [B, ...]")
         rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
         write_back.check_writable(self, path, every=True)
         data, states = write_back.map_field(self, path, fn, rows)
@@ -212,14 +213,33 @@ class Body(SlottedBuffer, Base):
         mask = check_mask(mask, shape)
         if shape[0] == 0:
             return self
-        changed, refused = write_back.update_score(self, slots, score, mask)
-        rejected = jnp.sum(refused, dtype=jnp.uint32)
-        return changed.replace(counters=self._counted({"rejected": rejected}))
+        mask = self.occupancy.holds(slots) & mask
+        illegal = jnp.isnan(score)
+        index = jnp.where(mask & ~illegal, slots.index, self.capacity)
+        score = jnp.where(illegal, 0.0, score)
+        state = lax.stop_gradient(self.sampler_state)
+        # Samplers find the last of several rows for an item themselves, as in ``update_priority``.
+        if self.sampler.uses_score:
+            state = events.notify(self.bound_sampler.set_priority, state, index, score)
+        index = keep_last(index, self.capacity)
+        rejected = jnp.sum(mask & illegal, dtype=jnp.uint32)
+        buffer = self.replace(
+            occupancy=self.occupancy.rescore(index, score),
+            sampler_state=state,
+            counters=self._counted({"rejected": rejected}),
+        )
+        return buffer._notify(lambda part: part.on_score, index, score)
 
     def remove(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
         slots = check_slots(slots)
         mask = check_mask(mask, slots.index.shape)
-        changed, count = write_back.remove(self, slots, mask)
+        if not self.lets_remove:
+            raise ValueError(
+                "remove was called, but nothing removes items here; create the buffer with "
+                "parts=(jaxbuf.Removable(),)"
+            )
+        mask = self.occupancy.holds(slots) & mask
+        changed, count = retire.remove(self, jnp.where(mask, slots.index, self.capacity))
         if "removed" not in self.counter_names:
             return changed
         return changed.replace(counters=self._counted({"removed": count}))
@@ -232,7 +252,11 @@ class Body(SlottedBuffer, Base):
         slots = check_slots(slots)
         live = self.occupancy.holds(slots)
         index = jnp.where(live, slots.index, self.occupancy.capacity)
-        return self.gather(Draw(index, write_back.probability(self, index), live))
+        state = lax.stop_gradient(self.sampler_state)
+        probability = self.bound_sampler.probability(state, index, self.occupancy)
+        if probability is None:  # The sampler cannot tell.
+            probability = jnp.zeros(index.shape, jnp.float32)
+        return self.gather(Draw(index, probability, live))
 
     def mark_used(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
         if not any(part.counts_uses for part in self.extras):
@@ -316,8 +340,7 @@ class Body(SlottedBuffer, Base):
 
     def counting_illegal(self, changed: Self, legal: Bool[Array, ""]) -> Self:
         """Returns a changed buffer that has counted values of the sampler that are not legal."""
-        count = (~legal).astype(jnp.uint32)
-        return changed.replace(counters=changed._counted({"rejected": count}))
+        return changed.replace(counters=changed._counted({"rejected": ~legal}))
 
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
@@ -413,15 +436,11 @@ def check_names(buffer: SomeBody) -> SomeBody:
 def beginning(sampler: Sampler, extras: tuple[Part, ...], num_slots: int) -> dict[str, Any]:
     """Returns the fields of a new buffer that belong to its sampler, and its counters."""
     sampler, values, legal = split(sampler)
-    counts = jnp.zeros((len(counter_names(extras)),), jnp.uint32)
-    if values:
-        illegal = (~legal).astype(jnp.uint32)
-        counts += counters.tally(counter_names(extras), {"rejected": illegal})
     return {
         "sampler": sampler,
         "hyperparameters": values,
         "sampler_state": bind(sampler, values).init(num_slots),
-        "counters": counts,
+        "counters": counters.tally(counter_names(extras), {"rejected": ~legal}),
     }
 
 

@@ -1,6 +1,6 @@
 """Changes of a buffer's sampler: of its numbers that vary, and of the sampler as a whole."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,10 @@ def with_sampler(
         # If the numbers differ, items have the same priorities under the new ones.
         after = state if value is None else events.notify(sampler.set_priority, state, added, value)
         after = events.notify(sampler.on_hyperparameters, after)
-        same = jnp.stack([jnp.all(a == b) for a, b in _numbers(before, sampler)])
-        return jax.tree.map(lambda a, b: jnp.where(jnp.all(same), a, b), state, after)
+        names = [name for name in sampler.varies if isinstance(getattr(sampler, name), jax.Array)]
+        same = [jnp.all(getattr(before, name) == getattr(sampler, name)) for name in names]
+        all_same = jnp.all(jnp.stack(same))
+        return jax.tree.map(lambda a, b: jnp.where(all_same, a, b), state, after)
 
     with using_width(width_of(buffer)):
         empty = new.init(slots)
@@ -120,8 +122,3 @@ def _inside(sampler: Sampler, state: State) -> list[tuple[Sampler, State]]:
 
     sampler.map_state(state, append)
     return samplers
-
-
-def _numbers(before: Sampler, after: Sampler) -> list[tuple[Any, Any]]:
-    pairs = [(getattr(before, name), getattr(after, name)) for name in after.varies]
-    return [(a, b) for a, b in pairs if isinstance(b, jax.Array)]

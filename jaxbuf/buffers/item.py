@@ -200,12 +200,18 @@ class ItemBuffer(Body):
         if rows.shape == (0,):
             none = jnp.zeros((0,), jnp.int32)
             return self, Slots(none, self.occupancy.generation(none))
-        rows, counts = self._admit(rows, illegal)
+        counts: dict[str, Array] = {}
+        if illegal:
+            rows = rows.without(refuse(illegal, rows.taken, counts))
+        for part, state in self._parts():
+            if reasons := events.query(part.refuse, state, rows, self.occupancy):
+                rows = rows.without(refuse(reasons, rows.taken, counts))
         occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
         buffer = self.replace(data=storage.write(self.data, items, index))
         buffer = buffer._notify(lambda part: part.on_add, index, rows)
         buffer = events.change(buffer, occupancy, added=index, value=value)
         slots = Slots(index, occupancy.generation(index))
+        counts["adds"] = rows.count
         return buffer.replace(counters=self._counted(counts)), slots
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -232,18 +238,6 @@ class ItemBuffer(Body):
         reach = self.sampler.reach(self.capacity)
         text = "capacity is {}" if reach == self.capacity else "sampler draws from the newest {}"
         return reach, text
-
-    def _admit(
-        self, rows: Rows, illegal: dict[str, Bool[Array, " B"]]
-    ) -> tuple[Rows, dict[str, Array]]:
-        """Returns the rows that are neither illegal nor refused by a part, and counts of all."""
-        counts: dict[str, Array] = {}
-        if illegal:
-            rows = rows.without(refuse(illegal, rows.taken, counts))
-        for part, state in self._parts():
-            if reasons := events.query(part.refuse, state, rows, self.occupancy):
-                rows = rows.without(refuse(reasons, rows.taken, counts))
-        return rows, counts | {"adds": rows.count}
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         return storage.read(self.data, index)

@@ -27,6 +27,7 @@ from jaxbuf.buffers.arguments import (
     mask_of,
     needs_order,
     needs_priority,
+    per_step,
 )
 from jaxbuf.buffers.body import Body, beginning, check_names, refuse
 from jaxbuf.buffers.operation import Operation
@@ -332,19 +333,18 @@ class TrajectoryBuffer(Body):
             >>> buffer.end_position.tolist(), buffer.data[:2].tolist()
             ([2, 0, 0, 2], [3, 4])
         """
+        options = {"priority": priority, "version": version, "session": session, "mask": mask}
         if env_ids is not None:
-            return self._add_to(env_ids, steps, priority, version, session, mask)
-        steps, offered, value = self._check(steps, priority, version, session, mask)
+            return self._add_to(env_ids, steps, options)
+        steps, offered, value = self._check(steps, None, **options)
         num_steps = offered.shape[1]
         if num_steps == 0:
             return self
         rings, target, broken, completed = self.rings.place(num_steps, offered.mask)
         rows = StepRows(**vars(offered), rings=self.rings, target=target)
-        begins = (target < self.capacity) & (remainder(target, self.period) == 0)
-        index = jnp.where(begins, quotient(target, self.period), rings.num_slots)  # [E, T]
         flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), steps)
         buffer = self.replace(data=storage.write(self.data, flat, target.reshape(-1)))
-        buffer = buffer._notify(lambda part: part.on_steps, index, rows)
+        buffer = buffer._notify(lambda part: part.on_steps, self._windows_at(target), rows)
         counts = {"adds": rows.count}
         if value is not None:
             refuse({"rejected": ~self.bound_sampler.accepts(value)}, rows.taken, counts)
@@ -442,9 +442,7 @@ class TrajectoryBuffer(Body):
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
     ) -> Slots:
         env, position, shape = broadcast_steps(env_ids, positions)
-        row = self.rings.locate(env, position)
-        begins = (row < self.capacity) & (remainder(row, self.period) == 0)
-        index = jnp.where(begins, quotient(row, self.period), self.rings.num_slots)
+        index = self._windows_at(self.rings.locate(env, position))
         index = jnp.where(self.occupancy.live(index), index, self.capacity)
         generation = self.occupancy.generation(index)
         return Slots(index.reshape(shape), generation.reshape(shape))
@@ -594,6 +592,8 @@ class TrajectoryBuffer(Body):
     def _check(
         self,
         steps: PyTree[Array],
+        env_ids: Int[Array, " K"] | None,
+        *,
         priority: Numbers | None,
         version: Numbers | None,
         session: Numbers | None,
@@ -601,22 +601,31 @@ class TrajectoryBuffer(Body):
     ) -> tuple[PyTree[Array], Rows, Float[Array, "E T"] | None]:
         """Checks the arguments of ``add`` and converts them to arrays ``[num_envs, T, ...]``.
 
+        With ``env_ids`` these are arrays ``[K, T, ...]``, with a row for each of them.
+
         Returns:
             The steps, the rows for the parts, and the priorities.
         """
-        steps, batch = check_steps(self.data, steps, self.num_envs)
-        axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
-        shape = (self.num_envs, batch[1] if len(batch) > 1 else 1)
+        count, first, what = self.num_envs, "num_envs", "num_envs"
+        if env_ids is not None:
+            count, first, what = env_ids.size, "K", "one for each of env_ids"
+        steps, batch = check_steps(self.data, steps, count, what)
+        axes = f"({first}, T)" if len(batch) > 1 else f"({first},)"
+        shape = (count, batch[1] if len(batch) > 1 else 1)
         check_version_used(self.extras, version, session)
         if priority is not None:
             needs_priority(self.sampler, "priority was given")
             priority = check_priority(priority, batch, axes).reshape(shape)
+
+        def integers(value: Numbers | None, name: str) -> Int[Array, "E T"] | None:
+            return None if value is None else per_step(value, name, batch, np.int32, axes)
+
         rows = Rows(
             items=lax.stop_gradient(steps),
             shape=shape,
             mask=None if mask is None else check_step_mask(mask, batch),
-            version=None if version is None else _per_step(version, "version", batch, axes),
-            session=None if session is None else _per_step(session, "session", batch, axes),
+            version=integers(version, "version"),
+            session=integers(session, "session"),
         )
         return steps, rows, priority
 
@@ -634,36 +643,23 @@ class TrajectoryBuffer(Body):
         return completed, removed
 
     def _add_to(
-        self,
-        env_ids: object,
-        steps: PyTree[Array],
-        priority: Numbers | None,
-        version: Numbers | None,
-        session: Numbers | None,
-        mask: Numbers | None,
+        self, env_ids: object, steps: PyTree[Array], options: dict[str, Numbers | None]
     ) -> Self:
         """Adds rows to some environments, by an ``add`` with masked rows for the others."""
         ids = self.check_env_ids(env_ids)
-        count = ids.shape[0]
-        steps, batch = check_steps(self.data, steps, count, "one for each of env_ids")
-        if count == 0:
+        steps, rows, priority = self._check(steps, ids, **options)
+        if ids.size == 0:
             return self
-        axes = "(K, T)" if len(batch) > 1 else "(K,)"
-        rows = check_step_mask(np.ones(count, bool) if mask is None else mask, batch)
-        options: dict[str, Array] = {}
-        if priority is not None:
-            options["priority"] = check_priority(priority, batch, axes).reshape(rows.shape)
-        if version is not None:
-            options["version"] = _per_step(version, "version", batch, axes)
-        if session is not None:
-            options["session"] = _per_step(session, "session", batch, axes)
         # JAX would count a negative index from the end.
         env = jnp.where(ids >= 0, ids, self.num_envs)
         row = jnp.full((self.num_envs,), -1, jnp.int32)
-        row = row.at[env].max(jnp.arange(count, dtype=jnp.int32), mode="drop")
-        chosen = jnp.maximum(row, 0)
-        steps, options, rows = jax.tree.map(lambda leaf: leaf[chosen], (steps, options, rows))
-        return self.add(steps, mask=rows & (row >= 0)[:, None], **options)
+        row = row.at[env].max(jnp.arange(ids.size, dtype=jnp.int32), mode="drop")
+        steps, taken, priority, version, session = jax.tree.map(
+            lambda leaf: leaf[jnp.maximum(row, 0)],
+            (steps, rows.taken, priority, rows.version, rows.session),
+        )
+        mask = taken & (row >= 0)[:, None]
+        return self.add(steps, priority=priority, version=version, session=session, mask=mask)
 
     def _earliest(self, count: int, skip: int) -> Steps:
         """Returns the earliest ``count`` steps of each ring, after skipping ``skip`` of them."""
@@ -770,10 +766,13 @@ class TrajectoryBuffer(Body):
         if row.ndim == 1:
             row, items = row[:, None], jax.tree.map(lambda leaf: leaf[:, None], items)
         written = row < self.capacity
-        begins = written & (remainder(row, self.period) == 0)
-        index = jnp.where(begins, quotient(row, self.period), self.rings.num_slots)
         rows = StepRows(items=items, shape=row.shape, mask=written, rings=self.rings, target=row)
-        return index, rows
+        return self._windows_at(row), rows
+
+    def _windows_at(self, row: Int[Array, "..."]) -> Int[Array, "..."]:
+        """Returns the slots of the windows that begin in these rows; past the end for none."""
+        begins = (row < self.capacity) & (remainder(row, self.period) == 0)
+        return jnp.where(begins, quotient(row, self.period), self.rings.num_slots)
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""
@@ -805,13 +804,6 @@ def _check_windows(sequence_length: int, length: int, ignored: int) -> None:
             f"ring has length {length}, so no window would ever be drawn; ignore fewer steps "
             "or make rings longer"
         )
-
-
-def _per_step(value: Numbers, name: str, batch: tuple[int, ...], axes: str) -> Int[Array, "E T"]:
-    """Returns one integer for each step, given one for each step or for each environment."""
-    shape = batch[:1] if np.ndim(value) == 1 else batch
-    array = storage.check_rows(value, name, shape, np.int32, axes).reshape(batch[0], -1)
-    return jnp.broadcast_to(array, (batch[0], batch[1] if len(batch) > 1 else 1))
 
 
 def _in_order(rows: Rows) -> tuple[Int[Array, " E"], Int[Array, "E T"]]:

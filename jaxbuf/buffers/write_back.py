@@ -1,24 +1,20 @@
-"""Changes of stored items: their fields, their scores, and which of them stay."""
+"""Changes of the fields of stored items, and what has to hold before these or scores change."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from jaxbuf.buffers import events, retire
+from jaxbuf.buffers import events
 from jaxbuf.buffers.base import Base
-from jaxbuf.core import checks, fields, storage, trees
+from jaxbuf.core import fields, storage, trees
 from jaxbuf.core.collectives import vary_with
-from jaxbuf.core.slots import Slots
-from jaxbuf.core.sorting import keep_last
 from jaxbuf.core.types import Function, State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Sampler
-
-AnyBuffer = TypeVar("AnyBuffer", bound=Base)
 
 
 def check_writable(buffer: Base, path: str | None, *, every: bool) -> PyTree[Array]:
@@ -121,30 +117,6 @@ def map_field(
     return fields.replace(data, path, field), states if notified else buffer.extra_states
 
 
-def update_score(
-    buffer: AnyBuffer, slots: Slots, score: Float[Array, " B"], mask: Bool[Array, " B"]
-) -> tuple[AnyBuffer, Bool[Array, " B"]]:
-    """Sets scores; returns the buffer, and a mask of the rows refused for a NaN."""
-    mask = buffer.occupancy.holds(slots) & mask
-    illegal = jnp.isnan(score)
-    index = jnp.where(mask & ~illegal, slots.index, buffer.capacity)
-    score = jnp.where(illegal, 0.0, score)
-    state, states = lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
-    # Samplers find the last of several rows for an item themselves, as in ``update_priority``.
-    if buffer.sampler.uses_score:
-        state = events.notify(buffer.bound_sampler.set_priority, state, index, score)
-    index = keep_last(index, buffer.capacity)
-    changed = buffer.replace(
-        occupancy=buffer.occupancy.rescore(index, score),
-        sampler_state=state,
-        extra_states=tuple(
-            events.notify(part.on_score, part_state, index, score)
-            for part, part_state in zip(buffer.extras, states, strict=True)
-        ),
-    )
-    return changed, mask & illegal
-
-
 def check_scores(buffer: Base) -> None:
     """Checks that the scores of a buffer can be changed.
 
@@ -170,36 +142,3 @@ def check_scores(buffer: Base) -> None:
             f"{ordered.__name__} cannot change scores; give it a method rescore (see "
             "jaxbuf.strategies.ItemOccupancy)"
         )
-
-
-def remove(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> tuple[AnyBuffer, Array]:
-    """Takes items, or windows, out; returns the buffer and their number.
-
-    Raises:
-        ValueError: If no part of the buffer can remove items.
-    """
-    if not buffer.lets_remove:
-        raise ValueError(
-            "remove was called, but nothing removes items here; create the buffer with "
-            "parts=(jaxbuf.Removable(),)"
-        )
-    mask = buffer.occupancy.holds(slots) & mask
-    return retire.remove(buffer, jnp.where(mask, slots.index, buffer.capacity))
-
-
-def probability(buffer: Base, index: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Returns the probability that a draw gives each live item; 0 if the sampler cannot tell."""
-    state = lax.stop_gradient(buffer.sampler_state)
-    probability = buffer.bound_sampler.probability(state, index, buffer.occupancy)
-    return jnp.zeros(index.shape, jnp.float32) if probability is None else probability
-
-
-def check_function(fn: object) -> Function:
-    """Returns ``fn``, which must be a function.
-
-    Raises:
-        ValueError: If it cannot be called.
-    """
-    if not callable(fn):
-        raise ValueError(f"fn is {checks.name_of(fn)}; expected a function of items [B, ...]")
-    return fn
