@@ -115,13 +115,13 @@ class Buffer:
 
     @property
     def abilities(self) -> frozenset[str]:
-        """The names of what it, or a member, is able to do, which operations need."""
-        return frozenset().union(*(as_buffer(one).abilities for one in self.members))
+        """The names of what it, or a buffer inside, is able to do, which operations need."""
+        return frozenset().union(*(one.abilities for one in self._inner()))
 
     @property
     def num_envs(self) -> int:
         """The number of environments whose steps it holds; 0 if it holds items."""
-        return sum(as_buffer(one).num_envs for one in self.members)
+        return sum(one.num_envs for one in self._inner())
 
     @property
     def num_blocks(self) -> int:
@@ -145,6 +145,8 @@ class Buffer:
         Raises:
             ValueError: If the buffer does not keep items of one kind.
         """
+        if not self.members and (inner := self._inner()):
+            return inner[0].example
         raise ValueError(
             f"buffer is {self._kind()}, which keeps no items of its own; pass one of its parts, or "
             "another buffer"
@@ -153,7 +155,8 @@ class Buffer:
     @property
     def storage(self) -> PyTree:
         """Arrays with the structure and the dtypes of items, or steps, and with any shapes."""
-        return as_buffer(self.members[0]).storage if self.members else ()
+        inner = self._inner()
+        return inner[0].storage if inner else ()
 
     def inside(self) -> tuple[Any, int]:
         """Returns the buffer inside of wrappers, and the number of its shards.
@@ -208,6 +211,13 @@ class Buffer:
     def kept_by_hyperparameters(self) -> tuple[str, ...]:
         """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
         return ()
+
+    def _inner(self) -> "list[Buffer]":
+        """Returns the buffers that answer for a wrapper: its members, or the one inside of it."""
+        if self.members:
+            return [as_buffer(member) for member in self.members]
+        inner, _ = self.inside()
+        return [inner] if isinstance(inner, Buffer) and inner is not self else []
 
     def _kind(self) -> str:
         return checks.kind_of(self)

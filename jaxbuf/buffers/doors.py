@@ -244,9 +244,7 @@ def insert(
 ) -> Result: ...
 @_door(SlottedBuffer.insert)
 def insert(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any) -> Any:
-    """Adds items, and returns their slots: ``buffer.insert(items, ...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.add``.
+    """Adds items, and returns their slots: ``buffer.insert(...)``, compiled; donates the buffer.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -346,9 +344,7 @@ def set_field(
     mask: Bool[ArrayLike, "..."] | None = None,
     donate: bool = True,
 ) -> AnyBuffer:
-    """Changes a field of sampled items: ``buffer.set_field(...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.add``.
+    """Changes a field of sampled items: ``buffer.set_field(...)``, compiled; donates the buffer.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -371,9 +367,7 @@ def map_field(
     batch_size: int = 4096,
     donate: bool = True,
 ) -> AnyBuffer:
-    """Computes a field of all items anew: ``buffer.map_field(...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.add``.
+    """Computes a field of all items anew: ``buffer.map_field(...)``, compiled; donates the buffer.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -395,10 +389,7 @@ def update_score(
     mask: Bool[ArrayLike, " B"] | None = None,
     donate: bool = True,
 ) -> AnyBuffer:
-    """Sets scores of sampled items: ``buffer.update_score(...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.update_priority``.
-    """
+    """Sets scores of sampled items: ``buffer.update_score(...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.update_score, buffer, slots, score, mask=mask, donate=donate)
 
 
@@ -410,10 +401,7 @@ def remove(
     mask: Bool[ArrayLike, " B"] | None = None,
     donate: bool = True,
 ) -> AnyBuffer:
-    """Removes sampled items: ``buffer.remove(slots, ...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.update_priority``.
-    """
+    """Removes sampled items: ``buffer.remove(slots, ...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.remove, buffer, slots, mask=mask, donate=donate)
 
 
@@ -425,10 +413,7 @@ def mark_used(
     mask: Bool[ArrayLike, " B"] | None = None,
     donate: bool = True,
 ) -> AnyBuffer:
-    """Counts a use of sampled items: ``buffer.mark_used(slots, ...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.update_priority``.
-    """
+    """Counts a use of sampled items: ``buffer.mark_used(...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.mark_used, buffer, slots, mask=mask, donate=donate)
 
 
@@ -440,27 +425,19 @@ def set_version(
     *,
     donate: bool = True,
 ) -> AnyBuffer:
-    """Sets the learner's version: ``buffer.set_version(...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.update_priority``.
-    """
+    """Sets the learner's version: ``buffer.set_version(...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.set_version, buffer, version, session=session, donate=donate)
 
 
 @_door(SlottedBuffer.clear)
 def clear(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
-    """Removes all items: ``buffer.clear(...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.add``.
-    """
+    """Removes all items: ``buffer.clear(...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.clear, buffer, envs=envs, donate=donate)
 
 
 @_door(Queue.take)
 def take(queue: AnyBuffer, batch_size: int, *, donate: bool = True) -> tuple[AnyBuffer, Sample]:
-    """Takes the oldest items out of a queue: ``queue.take(batch_size)``, compiled, in place.
-
-    The queue is donated, as by ``jaxbuf.add``.
+    """Takes the oldest items out of a queue: ``queue.take(...)``, compiled; donates the queue.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -480,10 +457,7 @@ def dequeue(
     mask: Bool[ArrayLike, " E"] | None = None,
     donate: bool = True,
 ) -> tuple[AnyBuffer, Steps]:
-    """Removes the earliest steps of every ring: ``buffer.dequeue(n, ...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.add``.
-    """
+    """Removes the earliest steps: ``buffer.dequeue(n, ...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.dequeue, buffer, n, mask=mask, donate=donate)
 
 
@@ -519,7 +493,7 @@ def set_hyperparameters(
     donate: bool = True,
     **options: ArrayLike,
 ) -> AnyBuffer:
-    """Changes numbers of the sampler: ``buffer.set_hyperparameters(...)``, compiled, in place.
+    """Sets numbers of the sampler: ``buffer.set_hyperparameters(...)``, compiled, in place.
 
     The buffer is donated, as by ``jaxbuf.update_priority``.
     """
@@ -530,26 +504,17 @@ def set_hyperparameters(
 def with_sampler(
     buffer: AnyBuffer, sampler: Sampler, *, part: int | None = None, donate: bool = True
 ) -> AnyBuffer:
-    """Puts the items under another sampler: ``buffer.with_sampler(...)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.update_priority``.
-    """
+    """Changes the sampler: ``buffer.with_sampler(...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.with_sampler, buffer, sampler, part=part, donate=donate)
 
 
 @_door(SlottedBuffer.end_episodes)
 def end_episodes(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
-    """Ends open episodes by truncation: ``buffer.end_episodes(envs)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.add``.
-    """
+    """Truncates open episodes: ``buffer.end_episodes(...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.end_episodes, buffer, envs=envs, donate=donate)
 
 
 @_door(SlottedBuffer.drop_newest_episode)
 def drop_newest_episode(buffer: AnyBuffer, envs: Envs = None, *, donate: bool = True) -> AnyBuffer:
-    """Removes the newest episodes: ``buffer.drop_newest_episode(envs)``, compiled, in place.
-
-    The buffer is donated, as by ``jaxbuf.update_priority``.
-    """
+    """Removes newest episodes: ``buffer.drop_newest_episode()``, compiled; donates the buffer."""
     return call(SlottedBuffer.drop_newest_episode, buffer, envs=envs, donate=donate)

@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers.arguments import check_batch_size, check_num_rows
-from jaxbuf.buffers.created import Created
+from jaxbuf.buffers.base import Created
 from jaxbuf.buffers.options import absent
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, describe, sizes, storage, trees

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Generator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 # The signals whose handlers may raise: of the keyboard, of launchers and schedulers, of clocks.
@@ -60,12 +60,7 @@ class DeferredSignals:
             self._waits = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._waits = False
         try:
             self._restore()

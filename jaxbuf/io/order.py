@@ -4,8 +4,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
+from jaxbuf.buffers.base import is_created
 from jaxbuf.buffers.buffer import as_buffer
-from jaxbuf.buffers.created import is_created
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_single
 from jaxbuf.occupancy.protocol import Occupancy

@@ -9,7 +9,7 @@ import numpy as np
 from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
-from jaxbuf.buffers.created import is_created
+from jaxbuf.buffers.base import is_created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import COUNTS
 from jaxbuf.buffers.trajectory import TrajectoryBuffer

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
+from jaxbuf.buffers.base import is_created
 from jaxbuf.buffers.buffer import as_buffer
-from jaxbuf.buffers.created import is_created
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_not_donated
 from jaxbuf.wrappers.hosted import Hosted

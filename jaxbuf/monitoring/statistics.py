@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers.arguments import needs_priority
+from jaxbuf.buffers.base import is_created
 from jaxbuf.buffers.buffer import as_buffer
-from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.retire import known
 from jaxbuf.buffers.sample import Sample, check_sample

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax
@@ -17,8 +16,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size
+from jaxbuf.buffers.base import is_created
 from jaxbuf.buffers.buffer import as_buffer
-from jaxbuf.buffers.created import is_created
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Normalize, Sample, importance_weights
 from jaxbuf.core import checks, trees
@@ -153,7 +152,7 @@ class Holder(Generic[State]):
             )
         if limiter is not None:
             _check_limiter(limiter, state)
-            if recheck is None and _optional(limiter, "after"):
+            if recheck is None and getattr(limiter, "after", None):
                 recheck = _RECHECK
         self._state: Any = state
         self._limiter = limiter
@@ -174,12 +173,7 @@ class Holder(Generic[State]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.stop(error)
 
     @property
@@ -210,7 +204,7 @@ class Holder(Generic[State]):
             >>> [round(seconds) for seconds in holder.metrics().values()]
             [0, 0]
         """
-        metrics = _optional(self.limiter, "metrics")
+        metrics = getattr(self.limiter, "metrics", None)
         waited = {"seconds_to_add": self._waited[True], "seconds_to_sample": self._waited[False]}
         return waited if metrics is None else {**waited, **metrics()}
 
@@ -527,7 +521,7 @@ class Holder(Generic[State]):
 
     def _limiter_now(self) -> Any:
         """Returns the limiter at the present time; the caller has the lock."""
-        if after := _optional(self._limiter, "after"):
+        if after := getattr(self._limiter, "after", None):
             now = time.monotonic()
             self._limiter, self._limiter_time = after(now - self._limiter_time), now
         return self._limiter
@@ -601,7 +595,7 @@ class Holder(Generic[State]):
         capacity = getattr(state, "capacity", math.inf)
         if self._limiter is None or request.inserts or not math.isfinite(capacity):
             return
-        limiter, after = self._limiter, _optional(self._limiter, "after")
+        limiter, after = self._limiter, getattr(self._limiter, "after", None)
         latest = limiter if after is None else after(_MANY_SECONDS)
         if not bool(latest.inserted(_MANY_ROWS).can_sample(int(capacity), request.rows)):
             raise ValueError(
@@ -622,7 +616,7 @@ class Holder(Generic[State]):
         if all(other.inserts == request.inserts for other in self._refused):
             return
         # A limiter that depends on a clock may allow a take later.
-        final = self._limiter is not None and _optional(self._limiter, "after") is None
+        final = self._limiter is not None and getattr(self._limiter, "after", None) is None
         for other in smallest:
             refused = not other.inserts and final and not self._limiter_allows(other, state)
             if other.fits(state) and not refused:
@@ -650,7 +644,7 @@ class Holder(Generic[State]):
 
     def _limits(self) -> str:
         """Returns the numbers of the limiter, as the end of a message."""
-        metrics = _optional(self._limiter, "metrics")
+        metrics = getattr(self._limiter, "metrics", None)
         if metrics is None:
             return ""
         numbers = [f"{name} {float(value):g}" for name, value in metrics().items()]
@@ -735,7 +729,7 @@ class _Request:
             return f"the buffer holds {windows} windows of {self.length} steps"
         size, capacity = getattr(state, "size", "some"), getattr(state, "capacity", "some")
         contents = f"the buffer holds {size} of at most {capacity} rows"
-        support = _optional(state, "support")
+        support = getattr(state, "support", None)
         if self.inserts or support is None:
             return contents
         unit = "windows" if as_buffer(state).num_envs else "items"
@@ -761,18 +755,13 @@ def _check_limiter(limiter: object, state: object) -> None:
         )
 
 
-def _optional(owner: object, method: str) -> Callable[..., Any] | None:
-    """Returns a method that a limiter, or a user's buffer, need not have; None if it has none."""
-    return getattr(owner, method, None)
-
-
 def _check_rate(limiter: object, asks: str, method: str, rows: int) -> None:
     """Checks that a limiter can ever allow so many rows at a time, if it has ``most``.
 
     Raises:
         ValueError: If it never does.
     """
-    most = _optional(limiter, "most")
+    most = getattr(limiter, "most", None)
     if most is not None and rows > most(method):
         raise ValueError(
             f"{asks}, but limiter never allows more than {most(method)}; this would wait for ever: "

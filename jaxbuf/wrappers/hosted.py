@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size, check_slots
+from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.buffer import Share, as_buffer
-from jaxbuf.buffers.created import check_alike
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Contents, Sample
@@ -130,25 +130,6 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, that the buffer holds."""
         return self.read(operator.attrgetter("size"))
-
-    @property
-    def abilities(self) -> frozenset[str]:
-        return as_buffer(self.buffer).abilities
-
-    @property
-    def num_envs(self) -> int:
-        """The number of environments whose steps it holds; 0 if it holds items."""
-        return as_buffer(self.buffer).num_envs
-
-    @property
-    def example(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of an item, or of a step."""
-        return as_buffer(self.buffer).example
-
-    @property
-    def storage(self) -> PyTree[Array]:
-        """The storage of the buffer inside."""
-        return as_buffer(self.buffer).storage
 
     def inside(self) -> tuple[Any, int]:
         return as_buffer(self.buffer).inside()

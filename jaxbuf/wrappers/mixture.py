@@ -19,8 +19,8 @@ from jaxbuf.buffers.arguments import (
     check_where,
     mask_of,
 )
+from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.buffer import Share, as_buffer
-from jaxbuf.buffers.created import check_alike
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.queue import Queue
@@ -470,14 +470,12 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
     ) -> Slots:
-        env, position, shape = broadcast_steps(env_ids, positions)
-
-        def read(i: int) -> tuple[Bool[Array, " B"], Slots]:
-            mask, part_env = self._part_envs(i, env)
-            return mask, self._global_slots(i, self._slotted(i).slots_at(part_env, position))
-
-        slots = self._join("slots_at", "environments", read)
-        return jax.tree.map(lambda leaf: leaf.reshape(shape), slots)
+        return self._of_steps(
+            "slots_at",
+            "environments",
+            (env_ids, positions),
+            lambda i, *steps: self._global_slots(i, self._slotted(i).slots_at(*steps)),
+        )
 
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the environment of each sampled window, and the position of its first step.
@@ -505,7 +503,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
             "get_field",
             "environments",
             (env_ids, positions),
-            lambda part, env, position: part.get_field(path, env, position),
+            lambda i, *steps: self._slotted(i).get_field(path, *steps),
         )
 
     def episode(self, where: Where, positions: Integer[ArrayLike, "..."] | None = None) -> Episode:
@@ -525,10 +523,7 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
         slots = check_where(where, positions)
         if not isinstance(slots, Slots):
             return self._of_steps(
-                "episode",
-                "episodes",
-                slots,
-                lambda part, env, position: part.episode(env, position),
+                "episode", "episodes", slots, lambda i, *steps: self._slotted(i).episode(*steps)
             )
 
         def read(i: int) -> tuple[Bool[Array, " B"], Episode]:
@@ -616,12 +611,12 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
     def _of_steps(
         self, name: str, needs: str, steps: tuple[object, object], read: Function
     ) -> PyTree[Array]:
-        """Returns ``read(part, env, position)`` for single steps, numbered as in ``locate``."""
+        """Returns ``read(i, env, position)`` of part ``i`` for steps, numbered as in ``locate``."""
         env, position, shape = broadcast_steps(*steps)
 
         def read_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
             mask, part_env = self._part_envs(i, env)
-            return mask, read(self.parts[i], part_env, position)
+            return mask, read(i, part_env, position)
 
         joined = self._join(name, needs, read_part)
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), joined)

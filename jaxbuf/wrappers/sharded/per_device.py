@@ -9,9 +9,9 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
+from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.buffer import Buffer
-from jaxbuf.buffers.created import check_alike
 from jaxbuf.core.versions import reshard
 
 Result = TypeVar("Result")

@@ -147,23 +147,9 @@ class Sharded(SlottedBuffer, Shards):
         return cls(shards=stacked, num_shards=count, mesh=mesh, axis=axis, exchange=exchange)
 
     @property
-    def abilities(self) -> frozenset[str]:
-        return self.shards.abilities
-
-    @property
     def num_envs(self) -> int:
         """The number of environments of all shards together; 0 if they hold items."""
         return self.num_shards * self.shards.num_envs
-
-    @property
-    def example(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of an item, or of a step."""
-        return self.shards.example
-
-    @property
-    def storage(self) -> PyTree[Array]:
-        """The storage of the shards."""
-        return self.shards.data
 
     def inside(self) -> tuple[Body, int]:
         return self.shards, self.num_shards
@@ -179,9 +165,10 @@ class Sharded(SlottedBuffer, Shards):
         return on_shards.total(self, lambda shard: shard.size)
 
     @property
+    @program()
     def occupancy(self) -> Contents:
         """An object whose ``size`` is the number of items, or windows, in all shards."""
-        return Contents(self._occupied())
+        return Contents(on_shards.total(self, lambda shard: shard.occupancy.size))
 
     @program()
     def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
@@ -344,7 +331,7 @@ class Sharded(SlottedBuffer, Shards):
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
     ) -> Slots:
-        self._need_windows("slots_at")
+        self._need("slots_at", "environments")
         env, position, shape = broadcast_steps(env_ids, positions)
         self._check_rows("env_ids", env.shape[0])
         slots = on_shards.slots_at(self, env, position)
@@ -353,21 +340,16 @@ class Sharded(SlottedBuffer, Shards):
     def clear(self, envs: Envs = None) -> Self:
         if envs is None:
             return on_shards.change_each(self, lambda shard: shard.clear())
-        self._need_windows("clear")
-        return on_shards.change_envs(
-            self, self._mask_of(envs), lambda shard, mask: shard.clear(mask)
+        return self._of_envs(
+            "clear", envs, lambda shard, mask: shard.clear(mask), needs="environments"
         )
 
     def end_episodes(self, envs: Envs = None) -> Self:
-        self._need_episodes("end_episodes")
-        return on_shards.change_envs(
-            self, self._mask_of(envs), lambda shard, mask: shard.end_episodes(mask)
-        )
+        return self._of_envs("end_episodes", envs, lambda shard, mask: shard.end_episodes(mask))
 
     def drop_newest_episode(self, envs: Envs = None) -> Self:
-        self._need_episodes("drop_newest_episode")
-        return on_shards.change_envs(
-            self, self._mask_of(envs), lambda shard, mask: shard.drop_newest_episode(mask)
+        return self._of_envs(
+            "drop_newest_episode", envs, lambda shard, mask: shard.drop_newest_episode(mask)
         )
 
     def metrics(self) -> dict[str, Array]:
@@ -379,37 +361,29 @@ class Sharded(SlottedBuffer, Shards):
         """
         return on_shards.metrics(self)
 
-    @program()
-    def _occupied(self) -> Int[Array, ""]:
-        return on_shards.total(self, lambda shard: shard.occupancy.size)
-
-    def _need_windows(self, method: str) -> None:
-        """Checks that the shards hold windows.
+    def _need(self, method: str, ability: str) -> None:
+        """Checks that the shards have environments, or episodes.
 
         Raises:
             ValueError: If they do not.
         """
-        if not self.shards.num_envs:
-            raise ValueError(
-                f"{method} was called, but {checks.kind_of(self.shards)} has no environments; make "
-                "shards that are a jaxbuf.TrajectoryBuffer"
-            )
+        lacks = {
+            "environments": f"{checks.kind_of(self.shards)} has no environments; make shards that "
+            "are a jaxbuf.TrajectoryBuffer",
+            "episodes": "the shards know no episodes; create each with "
+            "jaxbuf.TrajectoryBuffer.create(..., episodes=jaxbuf.Episodes())",
+        }
+        if ability not in self.abilities:
+            raise ValueError(f"{method} was called, but {lacks[ability]}")
 
-    def _need_episodes(self, method: str) -> None:
-        """Checks that the shards know their episodes.
+    def _of_envs(self, name: str, envs: Envs, change: Function, needs: str = "episodes") -> Self:
+        """Returns the buffer after a change of environments, in the order of the rows of ``add``.
 
-        Raises:
-            ValueError: If they do not.
+        On each device these are the environments of its own shards.
         """
-        if self.shards.episodes is None:
-            raise ValueError(
-                f"{method} was called, but the shards know no episodes; create each with "
-                "jaxbuf.TrajectoryBuffer.create(..., episodes=jaxbuf.Episodes())"
-            )
-
-    def _mask_of(self, envs: Envs) -> Bool[Array, " E"]:
-        """Returns a mask of this device's environments, in the order of the rows of ``add``."""
-        return mask_of(envs, num_local(self.shards) * self.shards.num_envs)
+        self._need(name, needs)
+        mask = mask_of(envs, num_local(self.shards) * self.shards.num_envs)
+        return on_shards.change_envs(self, mask, change)
 
     def _check_rows(self, name: str, rows: int) -> None:
         """Raises ValueError if rows cannot be split evenly among the shards of this device."""
