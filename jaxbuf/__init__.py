@@ -65,10 +65,10 @@ from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episode, Episodes
 from jaxbuf.strategies.evictors import Lowest, Oldest
 from jaxbuf.strategies.freshness import Freshness
+from jaxbuf.strategies.part import Removable
 from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.rank_based import RankBased
 from jaxbuf.strategies.recent import Recent
-from jaxbuf.strategies.removable import Removable
 from jaxbuf.strategies.shuffled import Shuffled
 from jaxbuf.strategies.softmax import Softmax
 from jaxbuf.strategies.staleness import Staleness

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
 from jaxbuf.buffers.arguments import check_parts, check_version
-from jaxbuf.core import describe, storage, trees
+from jaxbuf.core import storage, trees
+from jaxbuf.core.describe import Described
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.program import program
 from jaxbuf.core.sizes import check_count
@@ -23,7 +24,7 @@ _INTEGERS: dict[str, Dtype] = dict.fromkeys(
 )
 
 
-class Chunk(struct.PyTreeNode):
+class Chunk(Described):
     """Consecutive fragments of one worker as one item; or a batch of them.
 
     Attributes:
@@ -36,11 +37,8 @@ class Chunk(struct.PyTreeNode):
     version: Int[Array, "..."]
     session: Int[Array, "..."] | None = None
 
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
-
-class ChunkAccumulator(struct.PyTreeNode):
+class ChunkAccumulator(Described):
     """Collects the fragments of ``num_workers`` workers into chunks of consecutive fragments.
 
     Workers number their fragments. If a number does not follow the previous one, or the session
@@ -108,9 +106,6 @@ class ChunkAccumulator(struct.PyTreeNode):
     stale: UInt[Array, ""]
     per_add: int = struct.field(pytree_node=False)
     freshness: Freshness | None = struct.field(pytree_node=False, default=None)
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(

@@ -10,13 +10,14 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
 from jaxbuf.buffers.arguments import check_step_mask, check_steps
-from jaxbuf.core import describe, fields, storage, trees
+from jaxbuf.core import fields, storage, trees
+from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.types import Numbers
 
 
-class PaddedEpisode(struct.PyTreeNode):
+class PaddedEpisode(Described):
     """An episode as one item, padded to a fixed length; or a batch of them.
 
     Attributes:
@@ -27,9 +28,6 @@ class PaddedEpisode(struct.PyTreeNode):
     steps: PyTree[Array]
     length: Int[Array, "..."]
 
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
-
     @property
     def mask(self) -> Bool[Array, "... L"]:
         """A mask of the real steps, ``[max_length]`` or ``[B, max_length]``."""
@@ -38,7 +36,7 @@ class PaddedEpisode(struct.PyTreeNode):
         return step < self.length[..., None]
 
 
-class EpisodeAccumulator(struct.PyTreeNode):
+class EpisodeAccumulator(Described):
     """Assembles the steps of ``num_envs`` environments into whole episodes.
 
     An episode ends with a step that is ``terminated`` or ``truncated``. An episode that reaches
@@ -83,9 +81,6 @@ class EpisodeAccumulator(struct.PyTreeNode):
     lanes: Lanes
     flags: tuple[str, ...] = struct.field(pytree_node=False)
     per_add: int = struct.field(pytree_node=False)
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(

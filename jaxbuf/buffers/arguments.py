@@ -259,12 +259,9 @@ def check_sampler(sampler: object) -> None:
     Raises:
         ValueError: If it is not a ``Sampler``, or has a method by a name of an older version.
     """
-    if not isinstance(sampler, Sampler):
-        raise ValueError(
-            f"sampler is {checks.name_of(sampler)}; expected a sampler such as {Uniform()}, or one "
-            "of your own that derives from jaxbuf.strategies.Sampler"
-        )
-    for leaf in sampler.leaf_samplers:
+    own = "one of your own that derives from jaxbuf.strategies.Sampler"
+    expected = f"a sampler such as {Uniform()}, or {own}"
+    for leaf in checks.check_kind("sampler", sampler, Sampler, expected).leaf_samplers:
         _check_names(leaf)
 
 
@@ -306,11 +303,8 @@ def check_evictor(evictor: object) -> None:
         ValueError: If it is not an ``Evictor``.
     """
     check_declared(evictor)
-    if not isinstance(evictor, Evictor):
-        raise ValueError(
-            f"evictor is {checks.name_of(evictor)}; expected an evictor such as {Oldest()}, or one "
-            "of your own that derives from jaxbuf.strategies.Evictor"
-        )
+    own = "one of your own that derives from jaxbuf.strategies.Evictor"
+    checks.check_kind("evictor", evictor, Evictor, f"an evictor such as {Oldest()}, or {own}")
 
 
 def check_parts(
@@ -330,15 +324,11 @@ def check_parts(
         ("freshness", freshness, Freshness, "jaxbuf.Freshness(max_use, ...)"),
         ("diversity", diversity, Diversity, "jaxbuf.Diversity(cutoff, ...)"),
     ):
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{name} is {checks.name_of(value)}; expected None or {example}")
-        chosen += [] if value is None else [value]
-    for i, part in enumerate(cast("list[Any]", parts)):
-        if not isinstance(part, Part):
-            raise ValueError(
-                f"parts[{i}] is {checks.name_of(part)}; expected a part, which derives from "
-                "jaxbuf.strategies.Part"
-            )
+        if value is not None:
+            chosen.append(checks.check_kind(name, value, kind, f"None or {example}"))
+    expected = "a part, which derives from jaxbuf.strategies.Part"
+    for i, value in enumerate(cast("list[Any]", parts)):
+        part = checks.check_kind(f"parts[{i}]", value, Part, expected)
         check_declared(part)
         _check_reasons(part)
         chosen.append(part)

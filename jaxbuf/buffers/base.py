@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.core.describe import Described
 from jaxbuf.core.hyperparameters import bind, names_of
 from jaxbuf.core.segment_tree import using_width, width_of
 from jaxbuf.core.storage import has_shapes, like
@@ -25,11 +26,12 @@ class Created(Buffer):
     Attributes:
         data: The storage.
         occupancy: Records which slots are live.
-        counters: The numbers of rows added and refused, ``[K]``.
+        counters: The numbers of rows added and refused so far, ``[K]`` uint32, which wrap.
         unit: The name of what ``size`` counts.
         drawn: The name of what a sampler draws.
-        extras: The parts of the buffer besides sampler and evictor.
-        extra_states: The state of each of them.
+        extras: The parts of the buffer besides sampler and evictor, in the order in which ``add``
+            asks them.
+        extra_states: The state of each of the extras.
         freshness: The limits on uses and staleness; None without any.
         episodes: The configuration of the index of episodes; None without one.
     """
@@ -105,19 +107,12 @@ class Created(Buffer):
         return self.replace(data=moves.of_rows(self.data, old.data))
 
 
-class Base(Created, struct.PyTreeNode):
+class Base(Created, Described):
     """The fields of a buffer with slots for items, or for windows of steps.
 
     Attributes:
-        data: The storage.
-        occupancy: Records which slots are live.
         sampler_state: The state of the sampler.
-        counters: The numbers of rows added and refused so far, in the order of ``counter_names``,
-            ``[K]`` uint32, which wrap.
-        extra_states: The state of each of the extras.
         sampler: The sampler, which draws items.
-        extras: The parts of the buffer besides sampler and evictor, in the order in which ``add``
-            asks them.
         hyperparameters: The numbers of the sampler that vary, by name; see ``jaxbuf.Varying``.
     """
 

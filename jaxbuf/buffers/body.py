@@ -31,6 +31,7 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
 from jaxbuf.core.types import Function, State
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity, DiversityState
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.moves import Moves
@@ -49,10 +50,6 @@ class Body(SlottedBuffer, Base):
     def size(self) -> Int[Array, ""]:
         """The number of items, or steps, that the buffer holds."""
 
-    @abc.abstractmethod
-    def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
-        """Returns the contents of the slots at ``index``, leaves ``[B, ...]``."""
-
     @staticmethod
     @abc.abstractmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
@@ -61,6 +58,39 @@ class Body(SlottedBuffer, Base):
         Raises:
             ValueError: If it does not.
         """
+
+    @classmethod
+    def _empty(
+        cls,
+        sampler: Sampler,
+        extras: tuple[Part, ...],
+        data: PyTree[Array],
+        occupancy: Occupancy,
+        init: Callable[[Part], State],
+        **fields: Any,
+    ) -> Self:
+        """Returns an empty buffer of these fields, after checks that they fit each other.
+
+        If a part removes items, the occupancy becomes a ``Subset``; ``init`` returns the state of a
+        part for an empty buffer.
+        """
+        num_slots = occupancy.num_slots
+        if any(part.removes for part in extras):
+            occupancy = Subset.create(occupancy, num_slots)
+        cls.check_fit(sampler, extras, occupancy)
+        sampler, values, legal = split(sampler)
+        buffer = cls(
+            data=data,
+            occupancy=occupancy,
+            sampler_state=bind(sampler, values).init(num_slots),
+            counters=counters.tally(counter_names(extras), {"rejected": ~legal}),
+            extra_states=tuple(map(init, extras)),
+            sampler=sampler,
+            extras=extras,
+            hyperparameters=values,
+            **fields,
+        )
+        return check_names(buffer)
 
     @property
     def counter_names(self) -> tuple[str, ...]:
@@ -76,6 +106,8 @@ class Body(SlottedBuffer, Base):
             "scores": self.uses_score,
             "removal": self.lets_remove,
             "freshness": self.freshness is not None,
+            "environments": self.num_envs > 0,
+            "episodes": self.episodes is not None,
         }
         return frozenset(name for name, able in has.items() if able)
 
@@ -377,6 +409,10 @@ class Body(SlottedBuffer, Base):
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}
 
+    def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
+        """Returns the contents of the slots at ``index``, leaves ``[B, ...]``."""
+        return storage.read(self.data, self.rows_of(index))
+
     def _drawn(self, key: PRNGKeyArray, batch_size: int) -> Sample:
         """Returns a batch drawn by the sampler."""
         rows = check_batch_size(batch_size)
@@ -431,17 +467,6 @@ def check_names(buffer: SomeBody) -> SomeBody:
     if any(type(part).__module__.partition(".")[0] != package for part in buffer.extras):
         jax.eval_shape(buffer.metrics)
     return buffer
-
-
-def beginning(sampler: Sampler, extras: tuple[Part, ...], num_slots: int) -> dict[str, Any]:
-    """Returns the fields of a new buffer that belong to its sampler, and its counters."""
-    sampler, values, legal = split(sampler)
-    return {
-        "sampler": sampler,
-        "hyperparameters": values,
-        "sampler_state": bind(sampler, values).init(num_slots),
-        "counters": counters.tally(counter_names(extras), {"rejected": ~legal}),
-    }
 
 
 def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from jaxbuf.buffers.buffer import check_options
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, Steps
 from jaxbuf.buffers.slotted import (

@@ -6,13 +6,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, describe, fields, numbers, sorting, storage, trees
+from jaxbuf.core import checks, fields, numbers, sorting, storage, trees
 from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.sizes import check_count
@@ -23,7 +23,7 @@ Order = Literal["age", "random"]
 Padding = Literal["none", "random"]
 
 
-class Groups(struct.PyTreeNode):
+class Groups(Described):
     """Items of ``B`` groups, up to ``K`` of each.
 
     Attributes:
@@ -43,16 +43,15 @@ class Groups(struct.PyTreeNode):
     valid: Bool[Array, "B K"]
     ignored: Int[Array, ""]
 
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
-
-def _check_ids(groups: object, num_groups: int) -> Any:
-    """Returns the ids of groups, as a NumPy array if they are known.
+def _check_groups(groups: object, num_groups: int) -> Any:
+    """Returns the number of groups, or their ids, as a NumPy array if they are known.
 
     Raises:
         ValueError: If they are not integers, or one is known to be out of range.
     """
+    if np.ndim(groups) == 0:  # pyright: ignore[reportArgumentType]
+        return check_count("groups", groups)
     ids = numbers.ids(groups, "groups")
     wrong = ids[(ids < 0) | (ids >= num_groups)] if isinstance(ids, np.ndarray) else ()
     if len(wrong) > 0:
@@ -68,10 +67,8 @@ def _check_before(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
     del buffer
     if not {"groups", "num_groups"} <= arguments.keys():
         return arguments  # Python says what is missing.
-    groups = arguments["groups"]
-    if np.ndim(groups) == 0:
-        return {**arguments, "groups": check_count("groups", groups)}
-    return {**arguments, "groups": _check_ids(groups, arguments["num_groups"])}
+    groups = _check_groups(arguments["groups"], arguments["num_groups"])
+    return {**arguments, "groups": groups}
 
 
 @program(
@@ -159,19 +156,20 @@ def sample_groups(
             "integer"
         )
     replacement = checks.check_flag("replacement", replacement)
-    group_ids = None if np.ndim(groups) == 0 else _check_ids(groups, num_groups)
-    count = check_count("groups", groups) if group_ids is None else group_ids.shape[0]
+    groups = _check_groups(groups, num_groups)
+    draws = isinstance(groups, int)
+    count = groups if draws else groups.shape[0]
 
     draw_key, order_key, *pad_keys = jax.random.split(key, 3 if padding == "random" else 2)
     slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
     live = buffer.occupancy.live(slot)
     inside = (ids >= 0) & (ids < num_groups)
     name = jnp.where(live & inside, ids.astype(jnp.int32), num_groups)  # [N]
-    if group_ids is None:
+    if draws:
         filled = jnp.zeros((num_groups + 1,), bool).at[name].set(True)[:num_groups]
         chosen, exists = _draw_groups(draw_key, filled, count, replacement)  # [B]
     else:
-        chosen = storage.check_rows(group_ids, "groups", (count,), np.int32, "(B,)")
+        chosen = storage.check_rows(groups, "groups", (count,), np.int32, "(B,)")
         exists = (chosen >= 0) & (chosen < num_groups)
     # Rows of the same group share one of the rows as the number of their group.
     row = jnp.arange(count, dtype=jnp.int32)

@@ -22,17 +22,16 @@ from jaxbuf.buffers.arguments import (
     needs_order,
     needs_priority,
 )
-from jaxbuf.buffers.body import Body, beginning, check_names, refuse
+from jaxbuf.buffers.body import Body, refuse
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import Envs
-from jaxbuf.core import describe, sizes, storage, trees
+from jaxbuf.core import sizes, storage, trees
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Numbers
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
-from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Oldest
 from jaxbuf.strategies.freshness import Freshness
@@ -74,9 +73,6 @@ class ItemBuffer(Body):
     occupancy: ItemOccupancy  # pyright: ignore[reportIncompatibleVariableOverride]
     evictor: Evictor = struct.field(pytree_node=False)
 
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
-
     @classmethod
     @sizes.allocating("what the buffer keeps of its items")
     def create(
@@ -117,19 +113,14 @@ class ItemBuffer(Body):
             if not part.of_items:
                 raise ValueError(f"an ItemBuffer cannot have {part}, which is a part for windows")
         data = storage.allocate(example, (capacity,), ("capacity", capacity))
-        occupancy: ItemOccupancy = evictor.init(capacity)
-        if any(part.removes for part in extras):
-            occupancy = Subset.create(occupancy, capacity)
-        cls.check_fit(sampler, extras, occupancy)
-        buffer = cls(
-            **beginning(sampler, extras, capacity),
-            data=data,
-            occupancy=occupancy,
-            extra_states=tuple(part.init(data, capacity) for part in extras),
-            extras=extras,
+        return cls._empty(
+            sampler,
+            extras,
+            data,
+            evictor.init(capacity),
+            lambda part: part.init(data, capacity),
             evictor=evictor,
         )
-        return check_names(buffer)
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
@@ -238,9 +229,6 @@ class ItemBuffer(Body):
         reach = self.sampler.reach(self.capacity)
         text = "capacity is {}" if reach == self.capacity else "sampler draws from the newest {}"
         return reach, text
-
-    def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
-        return storage.read(self.data, index)
 
     @property
     def step_axes(self) -> tuple[int, ...]:

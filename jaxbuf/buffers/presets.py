@@ -65,10 +65,8 @@ def diverse_reward_prioritized(
         cutoff: The largest distance at which two items count as the same.
         p: The norm of the distance; see ``Diversity``.
         field: The part of an item to compare; see ``Diversity``. None compares the whole item.
-        temperature: The temperature of the softmax of scores from which items are drawn; None draws
-            uniformly. Both draw without replacement.
-        fallback: With a temperature, whether to draw the whole batch with replacement if it has
-            more rows than there are items, instead of leaving rows invalid.
+        temperature: As for ``reward_prioritized``.
+        fallback: As for ``reward_prioritized``.
 
     Raises:
         ValueError: As raised by ``ItemBuffer.create``, or if ``fallback`` is True without a

@@ -5,14 +5,14 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers.arguments import check_batch_size, check_num_rows
 from jaxbuf.buffers.base import Created
-from jaxbuf.buffers.options import absent
+from jaxbuf.buffers.buffer import absent
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import counters, describe, sizes, storage, trees
+from jaxbuf.core import counters, sizes, storage, trees
+from jaxbuf.core.describe import Described
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
@@ -22,7 +22,7 @@ from jaxbuf.occupancy.ring import QueueRing
 COUNTS = ("adds", "rejected", "taken")
 
 
-class Queue(Created, struct.PyTreeNode):
+class Queue(Created, Described):
     """Up to ``capacity`` items, usually whole trajectories, each of which is consumed once.
 
     Unlike other buffers it evicts nothing: rows that do not fit are refused and counted. ``take``
@@ -54,9 +54,6 @@ class Queue(Created, struct.PyTreeNode):
 
     is_queue = True
     extras = extra_states = ()
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, example: PyTree, capacity: int) -> Self:

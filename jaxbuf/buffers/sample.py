@@ -7,24 +7,22 @@ from typing import Literal, NamedTuple, Protocol, Self, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.arguments import check_slots
-from jaxbuf.buffers.buffer import Share, as_buffer
-from jaxbuf.buffers.options import check_options
-from jaxbuf.core import checks, describe, storage
+from jaxbuf.buffers.buffer import Share, as_buffer, check_options
+from jaxbuf.core import checks, storage
+from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
-Within = Literal["part"]
 
 
-class Sample(struct.PyTreeNode):
+class Sample(Described):
     """A batch sampled from a buffer.
 
     Attributes:
@@ -41,11 +39,8 @@ class Sample(struct.PyTreeNode):
     probability: Float[Array, " B"]
     valid: Bool[Array, " B"]
 
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
-
-class Steps(struct.PyTreeNode):
+class Steps(Described):
     """Steps read from every ring, in order of time.
 
     Attributes:
@@ -58,9 +53,6 @@ class Steps(struct.PyTreeNode):
     data: PyTree[Array]
     position: UInt[Array, "E T"]
     valid: Bool[Array, "E T"]
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
 
 class Contents(NamedTuple):
@@ -131,7 +123,7 @@ def importance_weights(
     beta: float | Float[Array, ""],
     normalize: Normalize | None = "batch",
     *,
-    within: Within | None = None,
+    within: Literal["part"] | None = None,
 ) -> Float[Array, " B"]:
     """Returns weights that correct the bias of prioritized sampling: ``(N · P(i)) ** -beta``.
 
@@ -222,7 +214,9 @@ def _weights(
         counts, least = _counts_of(shares, normalize)
         # The share of the part cancels out, so that only the draw within the part counts.
         scale = counts / np.asarray([share.fraction or 1.0 for share in shares], np.float32)
-        ratio = probability * scale.at[_part_of(slots, shares)].get(mode="clip")
+        ends = np.cumsum([share.slots for share in shares[:-1]], dtype=np.int32)
+        part = jnp.sum(slots.index[:, None] >= ends[None], axis=1, dtype=jnp.int32)  # [B]
+        ratio = probability * scale.at[part].get(mode="clip")
         if normalize == "batch":
             least = jnp.min(ratio, where=valid, initial=jnp.finfo(jnp.float32).max)
             least = lax.pmin(least, axes) if axes else least
@@ -237,12 +231,6 @@ def _weights(
         count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
         ratio = probability * count.astype(jnp.float32)
     return jnp.where(valid, ratio**-beta, 0.0)
-
-
-def _part_of(slots: Slots, shares: list[Share]) -> Int[Array, " B"]:
-    """Returns the number of the share that each row comes from, ``[B]``; the last if invalid."""
-    ends = np.cumsum([share.slots for share in shares[:-1]], dtype=np.int32)
-    return jnp.sum(slots.index[:, None] >= ends[None], axis=1, dtype=jnp.int32)
 
 
 def _counts_of(

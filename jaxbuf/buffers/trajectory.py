@@ -29,11 +29,11 @@ from jaxbuf.buffers.arguments import (
     needs_priority,
     per_step,
 )
-from jaxbuf.buffers.body import Body, beginning, check_names, refuse
+from jaxbuf.buffers.body import Body, refuse
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample, Steps
 from jaxbuf.buffers.slotted import Envs
-from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
+from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.sizes import check_count
@@ -88,9 +88,6 @@ class TrajectoryBuffer(Body):
 
     unit = "steps"
     drawn = "windows"
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     @sizes.allocating("what the buffer keeps of its steps")
@@ -160,17 +157,7 @@ class TrajectoryBuffer(Body):
                 )
         data = storage.allocate(example, (num_envs * length,), ("length", length))
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
-        removes = any(part.removes for part in extras)
-        occupancy = Subset.create(rings, rings.num_slots) if removes else rings
-        cls.check_fit(sampler, extras, occupancy)
-        buffer = cls(
-            **beginning(sampler, extras, rings.num_slots),
-            data=data,
-            occupancy=occupancy,
-            extra_states=tuple(part.init_windows(data, rings) for part in extras),
-            extras=extras,
-        )
-        return check_names(buffer)
+        return cls._empty(sampler, extras, data, rings, lambda part: part.init_windows(data, rings))
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
@@ -243,12 +230,6 @@ class TrajectoryBuffer(Body):
         further = 0 if self.episodes and self.episodes.pads else self.sequence_length - 1
         places = self.length - self.num_earliest_ignored - further
         return self.num_envs * -(-places // self.period)
-
-    @property
-    def abilities(self) -> frozenset[str]:
-        """The names of what it is able to do, which operations need."""
-        more = {"environments"} if self.episodes is None else {"environments", "episodes"}
-        return super().abilities | more
 
     def room(self, sequence_length: int | None = None) -> tuple[int, str]:
         """Returns the number of windows of a length that can be drawn, and a text about it."""
@@ -356,7 +337,7 @@ class TrajectoryBuffer(Body):
             # The row that completed each window, [E, H].
             column = count[:, None] - 1 - windows.end
             column = jnp.take_along_axis(order, jnp.clip(column, 0, num_steps - 1), axis=1)
-            rows, value = _rows_at(rows, column), None if value is None else _at(value, column)
+            rows, value = _rows_at(rows, column), _at(value, column)
             ignored = broken[:, min(num_steps, self.sequence_length - 1) :]
             broken = jnp.concatenate([windows.broken, ignored], axis=1)
             completed = windows.slots
@@ -503,15 +484,7 @@ class TrajectoryBuffer(Body):
         index, rings = self._index(), self.rings
         mask = mask_of(envs, self.num_envs) & (index.run > 0)
         newest = self._newest_rows(mask)  # [E]
-        truncated = fields.truncation(
-            self.data, index.episodes.terminated, index.episodes.truncated
-        )
-        data = self.data
-        paths = [x for x in dict.fromkeys((truncated, index.episodes.last)) if x is not None]
-        for path in paths:
-            flags = fields.find(data, path)
-            flags = flags.at[newest].set(True, mode="drop", unique_indices=True)
-            data = fields.replace(data, path, flags)
+        data, paths = index.episodes.truncate(self.data, newest)
         ended = self.with_state(i, index.end(rings, mask)).replace(data=data)
         steps = lax.stop_gradient(storage.read(data, newest))
         if write_back.listens(self.extras):
@@ -525,13 +498,8 @@ class TrajectoryBuffer(Body):
         windows = ended._index().completed(rings, data, mask.astype(jnp.int32), 1)
         slots = jnp.where(windows.short, windows.slots, rings.num_slots)  # [E, H]
         counts: dict[str, Array] = {}
-        column = jnp.zeros(slots.shape, jnp.int32)
-        rows = StepRows(
-            items=jax.tree.map(lambda leaf: _at(leaf[:, None], column), steps),
-            shape=slots.shape,
-            rings=rings,
-            target=_at(newest[:, None], column),
-        )
+        _, rows = ended.for_parts(newest, steps)  # [E, 1]
+        rows = _rows_at(rows, jnp.zeros(slots.shape, jnp.int32))
         slots, refused = ended._refuse(slots, rows, counts)
         removed = jnp.concatenate(refused, axis=1) if refused else None
         ended = ended._change_windows(rings, added=slots, removed=removed)
@@ -820,18 +788,12 @@ def _in_order(rows: Rows) -> tuple[Int[Array, " E"], Int[Array, "E T"]]:
 
 def _rows_at(rows: StepRows, column: Int[Array, "E H"]) -> StepRows:
     """Returns the rows in these columns."""
-    items, *others = jax.tree.map(
-        lambda leaf: _at(leaf, column),
-        (rows.items, rows.mask, rows.version, rows.session, rows.target),
-    )
-    names = ("mask", "version", "session", "target")
-    shape: Any = column.shape
-    return dataclasses.replace(
-        rows, items=items, shape=shape, **dict(zip(names, others, strict=True))
-    )
+    names = ("items", "mask", "version", "session", "target")
+    columns: Any = _at({name: getattr(rows, name) for name in names}, column)
+    return dataclasses.replace(rows, shape=column.shape, **columns)
 
 
-def _at(leaf: Array, column: Int[Array, "E H"]) -> Array:
-    """Returns the columns ``[E, H, ...]`` of a leaf ``[E, T, ...]``."""
-    env = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
-    return leaf.at[env, column].get(mode="promise_in_bounds")
+def _at(tree: PyTree[Array], column: Int[Array, "E H"]) -> PyTree[Array]:
+    """Returns the columns ``[E, H, ...]`` of leaves ``[E, T, ...]``."""
+    env = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
+    return jax.tree.map(lambda leaf: leaf.at[env, column].get(mode="promise_in_bounds"), tree)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.core
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.core.hyperparameters import MAY_VARY, Varying, checked
+
+Kind = TypeVar("Kind")
 
 # A longer repr would hide the message around it.
 _SHORT = 80
@@ -239,9 +241,7 @@ def check_field(name: str, value: object) -> str:
         Traceback (most recent call last):
         ValueError: reward is 3; expected the name of a field, a string
     """
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {name_of(value)}; expected the name of a field, a string")
-    return value
+    return check_kind(name, value, str, "the name of a field, a string")
 
 
 def check_path(name: str, value: object) -> Path:
@@ -276,14 +276,15 @@ def check_seconds(name: str, value: object) -> float | None:
     return check_number(name, value, "seconds, more than 0, or None", lambda x: x > 0)
 
 
-def check_kind(name: str, value: object, kind: type, expected: str) -> None:
-    """Checks that a value is an instance of a class.
+def check_kind(name: str, value: object, kind: type[Kind], expected: str) -> Kind:
+    """Returns a value, which must be an instance of a class.
 
     Raises:
         ValueError: If it is not.
     """
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {name_of(value)}; expected {expected}")
+    return value
 
 
 def _as_float(value: object) -> float | None:

@@ -1,7 +1,7 @@
 """The ``repr`` of buffers, batches and similar classes: their parts, in a few lines.
 
-A pytree prints all its arrays. A class that sets ``__repr__ = describe.text`` and ``_repr_html_ =
-describe.rich`` prints their shapes and sizes, and its configuration. Nothing is computed.
+A pytree prints all its arrays. A class that derives from ``Described`` prints their shapes and
+sizes, and its configuration. Nothing is computed.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
+from flax import struct
 
 from jaxbuf.core.donation import is_donated
 from jaxbuf.core.sizes import format_bytes
@@ -45,6 +46,16 @@ def rich(self: object) -> str:
     """Returns the same description as HTML, for a notebook."""
     title, _, rows = html.escape(repr(self)).partition("\n")
     return f"<div><strong>{title}</strong><pre>{rows}</pre></div>"
+
+
+class Described(struct.PyTreeNode):
+    """A pytree whose ``repr`` describes it in a few lines."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**({"repr": False} | options))
+
+    __repr__ = text
+    _repr_html_ = rich
 
 
 def _lines(thing: Any) -> Iterator[str]:

@@ -137,8 +137,8 @@ def split(sampler: AnySampler) -> tuple[AnySampler, Values, Bool[Array, ""]]:
         legal = _is_legal(owner, name, value)
         values[names[path]] = jnp.where(legal, value, _usual(owner, name, value.shape))
         good &= legal
-    shapes = {path: values[names[path]].shape for path in names}
-    return _replaced(sampler, lambda path: Varying(None, shapes[path])), values, good
+    bare = _replaced(sampler, lambda path: Varying(None, values[names[path]].shape))
+    return bare, values, good
 
 
 def bind(sampler: AnySampler, values: Values) -> AnySampler:

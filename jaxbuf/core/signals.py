@@ -60,7 +60,7 @@ class DeferredSignals:
             self._waits = True
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._waits = False
         try:
             self._restore()

@@ -16,7 +16,8 @@ from jaxbuf.core.types import Dtype
 
 # Slots are numbered by int32, and trees over them have up to twice as many nodes.
 MOST_ROWS = 2**30
-# Counts of rows on disk, steps or bytes need not fit a JAX array.
+# Counts of rows on disk, steps or bytes need not fit a JAX array. XLA counts the bytes of one in a
+# signed 64-bit integer, and aborts where that overflows.
 MOST_ON_HOST = 2**63 - 1
 # To ask how much memory is left takes as long as to clear so many bytes, or less.
 _WORTH_A_LOOK = 2**27
@@ -26,8 +27,6 @@ _LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-# XLA counts the bytes of an array in a signed 64-bit integer, and aborts where it overflows.
-_MOST_BYTES = MOST_ON_HOST
 
 
 def format_bytes(number: int) -> str:
@@ -94,7 +93,7 @@ expected less than 2**63
     """
     # An axis of length 0 does not keep the product of the others from overflowing.
     size = math.prod(max(axis, 1) for axis in shape) * dtype.itemsize
-    if size > _MOST_BYTES:
+    if size > MOST_ON_HOST:
         raise ValueError(
             f"{name} as {dtype}{list(shape)} takes {size} bytes; expected less than 2**63"
         )

@@ -47,7 +47,7 @@ def allocate(
     if not leaves:
         raise ValueError("example has no leaves; pass one unbatched item, a pytree of arrays")
     _check_no_shape(leaves)
-    names = [_name("example", path) for path, _ in leaves]
+    names = ["example" + jax.tree_util.keystr(path) for path, _ in leaves]
     arrays: list[jax.ShapeDtypeStruct] = []
     for name, (_, leaf) in zip(names, leaves, strict=True):
         like = numbers.abstract(leaf, name)
@@ -61,12 +61,11 @@ def allocate(
         sizes.check_memory(
             labels[needed.index(max(needed))], sum(needed), *(size or ("rows", leading[-1]))
         )
-    return jax.tree.unflatten(treedef, list(map(_zeros, arrays, labels)))
-
-
-def _zeros(like: jax.ShapeDtypeStruct, label: str) -> Array:
-    with sizes.allocating(label):
-        return jnp.zeros(like.shape, like.dtype)
+    zeros: list[Array] = []
+    for like, label in zip(arrays, labels, strict=True):
+        with sizes.allocating(label):
+            zeros.append(jnp.zeros(like.shape, like.dtype))
+    return jax.tree.unflatten(treedef, zeros)
 
 
 def _check_no_shape(leaves: list[tuple[tuple[Any, ...], Any]]) -> None:
@@ -80,8 +79,9 @@ def _check_no_shape(leaves: list[tuple[tuple[Any, ...], Any]]) -> None:
         if whole and path and isinstance(path[-1], jax.tree_util.SequenceKey):
             axes = tuple(leaf for other, leaf in leaves if other[:-1] == path[:-1])
             raise ValueError(
-                f"{_name('example', path[:-1])} is the integers {axes}, of which each would be an "
-                f"array; if this is a shape, pass jax.ShapeDtypeStruct({axes}, jnp.float32)"
+                f"example{jax.tree_util.keystr(path[:-1])} is the integers {axes}, of which each "
+                f"would be an array; if this is a shape, pass jax.ShapeDtypeStruct({axes}, "
+                "jnp.float32)"
             )
 
 
@@ -119,7 +119,7 @@ def check(
     owner = ""
     out: list[Array] = []
     for (path, stored), leaf in zip(paths, jax.tree.leaves(items), strict=True):
-        label = _name(name, path)
+        label = name + jax.tree_util.keystr(path)
         shape, dtype = stored.shape[skip:], stored.dtype
         # What has no numbers itself, such as a ``jax.ShapeDtypeStruct``, takes others without.
         concrete = isinstance(stored, jax.Array | np.ndarray)
@@ -350,10 +350,6 @@ def _check_mappings(storage: PyTree, items: PyTree, name: str) -> None:
     mapping: Mapping[Any, Any] = items
     for key in stored.keys() & mapping.keys():
         _check_mappings(stored[key], mapping[key], f"{name}[{key!r}]")
-
-
-def _name(root: str, path: tuple[object, ...]) -> str:
-    return root + jax.tree_util.keystr(path)
 
 
 def _format(shape: Sequence[str | int]) -> str:

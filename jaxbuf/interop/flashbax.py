@@ -58,13 +58,13 @@ from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
-from jaxbuf.core import describe, exporting, numbers, trees
+from jaxbuf.core import exporting, numbers, trees
 from jaxbuf.core.checks import check_flag, check_fraction
+from jaxbuf.core.describe import Described
 from jaxbuf.core.hyperparameters import Varying, split
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
@@ -117,7 +117,7 @@ class SumTreeRoot(NamedTuple):
     max_recorded_priority: Float[Array, ""]
 
 
-class TrajectoryBufferState(Generic[Experience], struct.PyTreeNode):
+class TrajectoryBufferState(Generic[Experience], Described):
     """The state of a buffer or a queue: a ``TrajectoryBuffer`` whose rings share one position.
 
     It is also built from arrays, as a data set is: ``TrajectoryBufferState(experience=...,
@@ -146,9 +146,6 @@ class TrajectoryBufferState(Generic[Experience], struct.PyTreeNode):
     """
 
     buffer: Rings
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     def __new__(cls, buffer: Rings | None = None, **arrays: Any) -> Self:
         """Makes a state that belongs to no buffer yet, if only arrays are given."""
@@ -225,7 +222,7 @@ class ExperiencePair(NamedTuple):
     second: PyTree[Array]
 
 
-class TrajectoryBufferSample(struct.PyTreeNode):
+class TrajectoryBufferSample(Described):
     """A batch.
 
     Attributes:
@@ -237,9 +234,6 @@ class TrajectoryBufferSample(struct.PyTreeNode):
 
     experience: Any
     valid: Bool[Array, " B"]
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
 
 class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample):

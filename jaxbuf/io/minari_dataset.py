@@ -13,12 +13,11 @@ import numpy as np
 from jaxtyping import Bool, PyTree, Shaped
 
 from jaxbuf.buffers import doors
-from jaxbuf.buffers.buffer import as_buffer
-from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.buffer import as_buffer, check_options
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.checks import kind_of, name_of
 from jaxbuf.core.sizes import check_count
-from jaxbuf.io.order import items_in_order, rings_in_order
+from jaxbuf.io.order import items_in_order, padded, rings_in_order
 
 Buffer = TypeVar("Buffer", bound=Any)
 
@@ -278,7 +277,7 @@ def _batches(
             waiting, count = [_index(rows, slice(whole, None))], count - whole
     if count:
         rows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *waiting)
-        yield jax.tree.map(lambda x: _pad(x, size), rows), np.arange(size) < count
+        yield jax.tree.map(lambda x: padded(x, size), rows), np.arange(size) < count
 
 
 def _add_to_rings(episodes: Iterator[dict[str, PyTree]], buffer: Any, size: int) -> Any:
@@ -295,7 +294,7 @@ def _add_to_rings(episodes: Iterator[dict[str, PyTree]], buffer: Any, size: int)
         for begin in range(0, count, size):
             length = min(size, count - begin)
             rows = _index(steps, slice(begin, begin + length))
-            items = jax.tree.map(lambda x: tile(_pad(x, size)), rows)
+            items = jax.tree.map(lambda x: tile(padded(x, size)), rows)
             mask: Any = np.zeros((len(num_added), size), bool)
             mask[env, :length] = True
             buffer = doors.add(buffer, items, mask=mask)
@@ -304,10 +303,6 @@ def _add_to_rings(episodes: Iterator[dict[str, PyTree]], buffer: Any, size: int)
 
 def _index(tree: PyTree, index: slice) -> PyTree:
     return jax.tree.map(lambda x: x[index], tree)
-
-
-def _pad(x: Shaped[np.ndarray, "B ..."], size: int) -> Shaped[np.ndarray, "N ..."]:
-    return np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
 
 def _in_order(source: Any) -> list[dict[str, PyTree]]:

@@ -1,4 +1,4 @@
-"""The slots of a buffer in the order in which its items were added."""
+"""The contents of a buffer in the order in which they were added, as arrays of NumPy."""
 
 import jax
 import numpy as np
@@ -69,3 +69,12 @@ def items_in_order(buffer: object) -> PyTree[np.ndarray]:
     order, live = (np.asarray(x).T for x in jax.vmap(in_order)(inner.occupancy))  # [N, S]
     shard = np.broadcast_to(np.arange(shards), order.shape)[live]
     return jax.tree.map(lambda leaf: np.asarray(leaf)[shard, order[live]], inner.data)
+
+
+def padded(rows: Shaped[np.ndarray, "B ..."], size: int) -> Shaped[np.ndarray, "C ..."]:
+    """Returns ``size`` rows: these rows, and zeros after them."""
+    if len(rows) == size:
+        return rows
+    out = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    out[: len(rows)] = rows
+    return out

@@ -29,14 +29,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from jaxbuf.buffers import doors
-from jaxbuf.buffers.buffer import as_buffer
-from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.buffer import as_buffer, check_options
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import records, structure, zarr
 from jaxbuf.io.cache import ChunkCache
 from jaxbuf.io.checksums import Checksums, Newest, checksum
-from jaxbuf.io.order import items_in_order, rings_in_order
+from jaxbuf.io.order import items_in_order, padded, rings_in_order
 from jaxbuf.io.passes import Passes
 from jaxbuf.io.ranges import Ranges
 from jaxbuf.io.records import Record
@@ -713,7 +712,7 @@ class Store:
             for folder, part in zip(self._folders, parts, strict=True):
                 words[-1][int(folder.name)] = checksum(part)
             # A chunk is written as a whole, so that nothing depends on what its file has now.
-            parts = [_padded(part, size) for part in parts]
+            parts = [padded(part, size) for part in parts]
             for array, part in zip(self._arrays, parts, strict=True):
                 if part.size:
                     whole = array[chunk * size : (chunk + 1) * size]
@@ -1164,15 +1163,6 @@ class _Pin(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self._unpin(self._chunks)
-
-
-def _padded(rows: Shaped[np.ndarray, "B ..."], size: int) -> Shaped[np.ndarray, "C ..."]:
-    """Returns ``size`` rows: these rows, and zeros after them."""
-    if len(rows) == size:
-        return rows
-    padded = np.zeros((size, *rows.shape[1:]), rows.dtype)
-    padded[: len(rows)] = rows
-    return padded
 
 
 def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
@@ -19,7 +18,8 @@ from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.retire import known
 from jaxbuf.buffers.sample import Sample, check_sample
-from jaxbuf.core import checks, describe, storage, trees
+from jaxbuf.core import checks, storage, trees
+from jaxbuf.core.describe import Described
 from jaxbuf.core.division import remainder
 from jaxbuf.core.sizes import check_count
 
@@ -37,7 +37,7 @@ _COLUMNS = (
 _UNKNOWN = -np.inf
 
 
-class Statistics(struct.PyTreeNode):
+class Statistics(Described):
     """Statistics of the last samples from a buffer, and of the items that pass through it.
 
     A separate pytree beside the buffer in the training state: saved with it, it resumes bit for
@@ -69,9 +69,6 @@ class Statistics(struct.PyTreeNode):
 
     records: Float[Array, "K 7"]
     counters: UInt[Array, " 5"]
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, buffer: Any, window: int = 100) -> Self:

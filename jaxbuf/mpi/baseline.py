@@ -18,7 +18,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import checks, describe, numbers, sizes, storage
+from jaxbuf.core import checks, numbers, sizes, storage
+from jaxbuf.core.describe import Described
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -217,7 +218,7 @@ def combine(
     return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.float32(-jnp.inf))
 
 
-class BaselineFilter(struct.PyTreeNode):
+class BaselineFilter(Described):
     """Chooses the items that a worker sends, and counts them. An immutable pytree.
 
     Items that score at least the baseline are sent. A batch in which no item does is skipped; but
@@ -243,9 +244,6 @@ class BaselineFilter(struct.PyTreeNode):
     counters: UInt[Array, " 4"]
     filtered: Int[Array, ""]
     refresh_after: int | None = struct.field(pytree_node=False)
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, refresh_after: int | None = 10) -> Self:

@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import describe, storage
+from jaxbuf.core import storage
+from jaxbuf.core.describe import Described
 from jaxbuf.core.slots import Slots
 
 
@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     score: Float[Array, " B"]
 
 
-class Reply(struct.PyTreeNode):
+class Reply(Described):
     """The manager's reply to a worker.
 
     Attributes:
@@ -39,9 +39,6 @@ class Reply(struct.PyTreeNode):
     baseline: Float[Array, ""]
     answered: Bool[Array, ""]
     slots: Slots | None = None
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
 
 def check_batch(

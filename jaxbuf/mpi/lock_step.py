@@ -15,7 +15,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import checks, describe
+from jaxbuf.core import checks
+from jaxbuf.core.describe import Described
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, check_filter, combine
 from jaxbuf.mpi.batch import Batch, Reply, check_batch, uses_score
@@ -40,7 +41,7 @@ class _Outline:
         return jax.tree.unflatten(self.treedef, self.leaves)
 
 
-class LockStep(struct.PyTreeNode):
+class LockStep(Described):
     """One rank's end of the exchange between a manager and its workers: an immutable pytree.
 
     In each exchange every worker offers a batch of a fixed shape. The manager receives the batches
@@ -81,9 +82,6 @@ class LockStep(struct.PyTreeNode):
     group: Ranks = struct.field(pytree_node=False)
     managers: Ranks | None = struct.field(pytree_node=False)
     outline: _Outline = struct.field(pytree_node=False)
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(

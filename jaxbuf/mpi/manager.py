@@ -10,7 +10,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.core import checks, describe, trees
+from jaxbuf.core import checks, trees
+from jaxbuf.core.describe import Described
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
@@ -18,7 +19,7 @@ from jaxbuf.mpi.batch import check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore, with_state
 
 
-class Manager(struct.PyTreeNode):
+class Manager(Described):
     """A shared replay buffer that scores incoming batches.
 
     An immutable pytree with pure methods: ``serve`` and ``LockStep`` do the communication.
@@ -50,9 +51,6 @@ class Manager(struct.PyTreeNode):
     baseline: Baseline = struct.field(pytree_node=False)
     scores: ScoreFunction | StatefulScore = struct.field(pytree_node=False)
     store: bool = struct.field(pytree_node=False)
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(

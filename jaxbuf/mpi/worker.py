@@ -4,7 +4,6 @@ import collections
 import functools
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import jax
@@ -373,12 +372,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             # After an error the worker waits for nobody.
             if self._at_end.detach():

@@ -5,18 +5,18 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
-from jaxbuf.core import describe, storage
+from jaxbuf.core import storage
+from jaxbuf.core.describe import Described
 from jaxbuf.core.sizes import check_count
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 from jaxbuf.mpi.batch import check_batch
 from jaxbuf.views.terminal import terminal_states
 
 
-class WorkerState(struct.PyTreeNode):
+class WorkerState(Described):
     """The rows that a worker has not sent yet, and its counters: an immutable pytree.
 
     Attributes:
@@ -37,9 +37,6 @@ class WorkerState(struct.PyTreeNode):
     baseline: Float[Array, ""]
     counters: UInt[Array, " 5"]
     filter: BaselineFilter | None
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(

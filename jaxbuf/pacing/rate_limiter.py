@@ -14,7 +14,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxbuf.core import checks, describe, numbers, sizes, storage, trees
+from jaxbuf.core import checks, numbers, sizes, storage, trees
+from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 
 # A ratio is stored as a fraction with at most this denominator, so that no rounding accumulates.
@@ -33,7 +34,7 @@ def _check_counts(_: object, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: _check_count(value, name) for name, value in arguments.items()}
 
 
-class RateLimiter(struct.PyTreeNode):
+class RateLimiter(Described):
     """Keeps the number of samples near a multiple of the number of inserts.
 
     It keeps ``error = inserts * samples_per_insert - samples`` within a range. An insert is refused
@@ -70,9 +71,6 @@ class RateLimiter(struct.PyTreeNode):
     denominator: int = struct.field(pytree_node=False)
     min_size: int = struct.field(pytree_node=False)
     range: tuple[float, float] = struct.field(pytree_node=False)
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(
@@ -217,7 +215,7 @@ class RateLimiter(struct.PyTreeNode):
         )
 
 
-class ThroughputLimiter(struct.PyTreeNode):
+class ThroughputLimiter(Described):
     """Keeps the ratio of recent samples to recent inserts in a range.
 
     Both counts decay, to 1% after ``window`` seconds. The limiter reads no clock: call
@@ -249,9 +247,6 @@ class ThroughputLimiter(struct.PyTreeNode):
     samples_per_insert: tuple[float, float] = struct.field(pytree_node=False)
     window: float = struct.field(pytree_node=False)
     min_batches: float = struct.field(pytree_node=False)
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(

@@ -258,6 +258,26 @@ class Episodes(Part):
             return terminated, terminated
         return terminated, terminated | fields.find(steps, truncated)
 
+    def truncate(
+        self, data: PyTree[Array], row: Int[Array, " E"]
+    ) -> tuple[PyTree[Array], list[str]]:
+        """Sets the flags of steps at which episodes are truncated.
+
+        Args:
+            data: The buffer's storage, leaves ``[E * N, ...]``.
+            row: The rows of these steps, all different; past the end for none.
+
+        Returns:
+            The storage, and the names of the fields that have changed.
+        """
+        truncated = fields.truncation(data, self.terminated, self.truncated)
+        paths = [path for path in dict.fromkeys((truncated, self.last)) if path is not None]
+        for path in paths:
+            flags = fields.find(data, path)
+            flags = flags.at[row].set(True, mode="drop", unique_indices=True)
+            data = fields.replace(data, path, flags)
+        return data, paths
+
     def rewards(self, steps: PyTree[Array]) -> Float[Array, "..."]:
         """Returns the clipped rewards."""
         rewards = fields.find(steps, self.reward).astype(jnp.float32)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree, Shaped
 
-from jaxbuf.buffers.buffer import as_buffer
-from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.buffer import as_buffer, check_options
 from jaxbuf.core import storage, trees
 from jaxbuf.core.donation import check_single
 from jaxbuf.testing.structures import check_concrete, fetched, report

@@ -4,17 +4,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxbuf.core import describe, numbers, storage
+from jaxbuf.core import numbers, storage
+from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.types import Dtype
 from jaxbuf.views import rewarded
 
 
-class Advantages(struct.PyTreeNode):
+class Advantages(Described):
     """Advantages of the actions of a window, and targets for the values of its observations.
 
     Both are constants to ``jax.grad``, as in the papers.
@@ -27,9 +27,6 @@ class Advantages(struct.PyTreeNode):
 
     advantage: Float[Array, "B M ..."]
     target: Float[Array, "B M ..."]
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
 
 @program(static=("reward", "terminated", "truncated"))

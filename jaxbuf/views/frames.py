@@ -5,15 +5,15 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.core import checks, describe, fields, numbers, sizes, storage, trees
+from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
+from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 
 
-class FrameStack(struct.PyTreeNode):
+class FrameStack(Described):
     """The last ``n`` frames at every step of some windows.
 
     Attributes:
@@ -25,9 +25,6 @@ class FrameStack(struct.PyTreeNode):
 
     frames: PyTree[Array]
     complete: Bool[Array, "B L"]
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
 
 @program(static=("n", "field", "terminated", "truncated", "last", "axis", "padding"))

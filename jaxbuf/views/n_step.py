@@ -1,16 +1,16 @@
 """n-step returns of sampled windows."""
 
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.core import describe, sizes
+from jaxbuf.core import sizes
+from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.views import rewarded
 
 
-class NStep(struct.PyTreeNode):
+class NStep(Described):
     """The parts of an n-step target, for each of the ``M = L - n`` starts in a window.
 
     There is one start, ``M = 1``, if ``n`` is ``L``. The target is ``reward + discount *
@@ -28,9 +28,6 @@ class NStep(struct.PyTreeNode):
     reward: Float[Array, "B M ..."]
     discount: Float[Array, "B M ..."]
     bootstrap_index: Int[Array, "B M ..."]
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
 
 @program(static=("n", "reward", "terminated", "truncated"))

@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size
 from jaxbuf.buffers.base import is_created
-from jaxbuf.buffers.buffer import as_buffer
-from jaxbuf.buffers.options import check_options
+from jaxbuf.buffers.buffer import as_buffer, check_options
 from jaxbuf.buffers.sample import Normalize, Sample, importance_weights
 from jaxbuf.core import checks, trees
 from jaxbuf.core.program import program

@@ -14,19 +14,19 @@ from jaxtyping import Array, Bool, Int, PyTree
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size, check_slots
 from jaxbuf.buffers.base import check_alike
-from jaxbuf.buffers.buffer import Share, as_buffer
+from jaxbuf.buffers.buffer import Share, as_buffer, check_options
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
-from jaxbuf.core import checks, describe, trees
+from jaxbuf.core import checks, trees
+from jaxbuf.core.describe import Described, text
 from jaxbuf.core.program import OwnPrograms, is_outside
 from jaxbuf.strategies.protocols import Support
 
 Result = TypeVar("Result")
 
 
-class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
+class Hosted(OwnPrograms, SlottedBuffer, Described):
     """A buffer on a CPU device of this process that sends its batches to an accelerator.
 
     The host usually has more memory than the accelerator. The whole buffer stays on the host, where
@@ -116,10 +116,8 @@ class Hosted(OwnPrograms, SlottedBuffer, struct.PyTreeNode):
 
     def __repr__(self) -> str:
         """Describes the devices and the buffer inside."""
-        inner = describe.text(self.buffer).replace("\n", "\n  ")
+        inner = text(self.buffer).replace("\n", "\n  ")
         return f"Hosted: on {self.device}, batches go to {self.to}\n  {inner}"
-
-    _repr_html_ = describe.rich
 
     @property
     def capacity(self) -> int:

@@ -20,9 +20,8 @@ from jaxbuf.buffers.arguments import (
     mask_of,
 )
 from jaxbuf.buffers.base import check_alike
-from jaxbuf.buffers.buffer import Share, as_buffer
+from jaxbuf.buffers.buffer import Share, as_buffer, check_options
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
 from jaxbuf.buffers.slotted import (
@@ -33,7 +32,8 @@ from jaxbuf.buffers.slotted import (
     SampleOptions,
     SlottedBuffer,
 )
-from jaxbuf.core import checks, describe, storage, trees
+from jaxbuf.core import checks, storage, trees
+from jaxbuf.core.describe import Described
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.random import check_key, scale_word
 from jaxbuf.core.slots import Slots
@@ -56,7 +56,7 @@ _MISSING = {
 }
 
 
-class Mixture(SlottedBuffer, struct.PyTreeNode):
+class Mixture(SlottedBuffer, Described):
     """Several buffers, sampled together at fixed ratios, for example offline and online data.
 
     A batch has an exact number of rows from each part, ordered by part. Slots are numbered through
@@ -99,9 +99,6 @@ class Mixture(SlottedBuffer, struct.PyTreeNode):
 
     parts: tuple[DrawnBuffer, ...]
     ratios: tuple[float, ...] = struct.field(pytree_node=False)
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(cls, buffers: Sequence[DrawnBuffer | Queue], ratios: Sequence[float]) -> Self:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.core.describe import Described
 from jaxbuf.core.versions import reshard
 
 Result = TypeVar("Result")
@@ -19,7 +20,7 @@ Result = TypeVar("Result")
 _EXPLICIT = jax.sharding.AxisType.Explicit
 
 
-class Shards(Buffer, struct.PyTreeNode):
+class Shards(Buffer, Described):
     """The fields of a ``Sharded``, which describes them; its operations work on these."""
 
     shards: Body

@@ -18,11 +18,11 @@ from jaxbuf.buffers.arguments import (
     mask_of,
 )
 from jaxbuf.buffers.body import Body
+from jaxbuf.buffers.buffer import check_options
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.options import check_options
 from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SlottedBuffer
-from jaxbuf.core import checks, describe, sizes, trees
+from jaxbuf.core import checks, sizes, trees
 from jaxbuf.core.program import is_outside, program
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
@@ -70,9 +70,6 @@ class Sharded(SlottedBuffer, Shards):
         >>> int(buffer.size), buffer.capacity, sorted(batch.data.tolist())
         (8, 400, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
     """
-
-    __repr__ = describe.text
-    _repr_html_ = describe.rich
 
     @classmethod
     def create(
