@@ -64,14 +64,9 @@ def with_sampler(
     slot = jnp.arange(slots, dtype=jnp.int32)
     added = jnp.where(buffer.occupancy.live(slot), slot, slots)
     old_state = lax.stop_gradient(buffer.sampler_state)
-    old = [
-        (name, bound, state)
-        for (name, _), (bound, state) in zip(
-            _inside(buffer.sampler, old_state),
-            _inside(buffer.bound_sampler, old_state),
-            strict=True,
-        )
-    ]
+    names = [name for name, _ in _inside(buffer.sampler, old_state)]
+    inside = _inside(buffer.bound_sampler, old_state)
+    old = [(name, *pair) for name, pair in zip(names, inside, strict=True)]
 
     def state_of(name: Sampler, sampler: Sampler, empty: State) -> State:
         """Returns the state of one of the samplers, which is called ``name`` without numbers."""

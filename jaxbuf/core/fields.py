@@ -29,12 +29,7 @@ def find(tree: PyTree, name: str) -> PyTree:
         Traceback (most recent call last):
         ValueError: 'obs.goal' could be ['obs']['goal'] or ['obs.goal']; rename one of these fields
     """
-    indices = _locate(tree, name)
-    if indices is None:
-        return None
-    for i in indices:
-        tree = _children(tree)[0][i][1]
-    return tree
+    return _locate(tree, name)[1]
 
 
 def need(tree: PyTree, name: str, argument: str, where: str) -> PyTree:
@@ -95,7 +90,7 @@ def replace(tree: PyTree, name: str | None, value: object) -> PyTree:
         >>> replace({"arm": 1, "obs": {"goal": 2}}, "obs.goal", 3)
         {'arm': 1, 'obs': {'goal': 3}}
     """
-    indices = () if name is None else _locate(tree, name)
+    indices = () if name is None else _locate(tree, name)[0]
     assert indices is not None
     return _put(tree, indices, value)
 
@@ -122,32 +117,32 @@ def overlap(tree: PyTree, name: str | None, other: str | None) -> bool:
         >>> [overlap(tree, "obs", other) for other in ("obs.goal", "obs.x", None)]
         [True, False, True]
     """
-    both = [() if x is None else _locate(tree, x) for x in (name, other)]
+    both = [() if x is None else _locate(tree, x)[0] for x in (name, other)]
     return all(a == b for a, b in zip(*(indices or () for indices in both), strict=False))
 
 
-def _locate(tree: PyTree, name: str) -> Indices | None:
-    """Returns the indices of the field of this name; None if it is missing or has no leaves.
+def _locate(tree: PyTree, name: str) -> tuple[Indices | None, PyTree]:
+    """Returns the indices of the field of this name, and the field; None if it holds nothing.
 
     Raises:
         ValueError: If there are two.
     """
-    matches = dict(_search(tree, name))
+    matches = list(_search(tree, name))
     if len(matches) > 1:
-        paths = " or ".join(sorted(map(jax.tree_util.keystr, matches.values())))
+        paths = " or ".join(sorted(jax.tree_util.keystr(path) for _, path, _ in matches))
         raise ValueError(f"{name!r} could be {paths}; rename one of these fields")
-    return next(iter(matches), None)
+    return (matches[0][0], matches[0][2]) if matches else (None, None)
 
 
-def _search(node: PyTree, name: str) -> Iterator[tuple[Indices, tuple[object, ...]]]:
-    """Yields the indices of the fields of this name, and their key paths."""
+def _search(node: PyTree, name: str) -> Iterator[tuple[Indices, tuple[object, ...], PyTree]]:
+    """Yields the indices of the fields of this name, their key paths, and the fields."""
     for i, (path, child) in enumerate(_children(node)[0]):
         key = jax.tree_util.keystr(path, simple=True)
         if name == key and jax.tree.leaves(child):
-            yield (i,), path
+            yield (i,), path, child
         elif name.startswith(f"{key}."):
-            for indices, rest in _search(child, name[len(key) + 1 :]):
-                yield (i, *indices), (*path, *rest)
+            for indices, rest, field in _search(child, name[len(key) + 1 :]):
+                yield (i, *indices), (*path, *rest), field
 
 
 def _put(node: PyTree, indices: Indices, value: object) -> PyTree:
