@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxbuf
-from jaxbuf.buffers import doors, options
+from jaxbuf.buffers import buffer as any_buffer
+from jaxbuf.buffers import doors
 from jaxbuf.core import program, shapes
 
 ITEM = {"obs": jnp.float32(0), "value": jnp.float32(0)}
@@ -230,5 +231,5 @@ def test_the_warning_of_many_shapes_keeps_no_configuration():
 
 
 def test_programs_of_many_configurations_are_not_kept_for_ever():
-    for cache in (program._compiled, doors._program, options._methods, options._parameters):
+    for cache in (program._compiled, doors._program, any_buffer._methods, any_buffer._parameters):
         assert cache.cache_info().maxsize
