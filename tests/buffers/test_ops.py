@@ -258,12 +258,6 @@ def scanned(sampler, add_first):
 
 
 @every_sampler
-def test_the_scanned_cycle_copies_no_storage(sampler):
-    keys = jax.random.split(jax.random.key(0), 10)
-    assert_in_place(scanned(sampler, add_first=True).lower(create(sampler), keys).compile())
-
-
-@every_sampler
 @pytest.mark.parametrize("add_first", [True, False])
 def test_both_orders_of_a_scan_give_what_a_python_loop_gives(sampler, add_first):
     keys = jax.random.split(jax.random.key(1), 6)

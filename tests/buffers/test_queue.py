@@ -80,35 +80,6 @@ def test_clear_keeps_the_original():
     assert taken(queue, 3)[1] == [1, 2]
 
 
-def test_eager_jit_scan_vmap_and_donated_agree():
-    def step(queue, items):
-        queue = queue.add(items, mask=items % 3 != 0)
-        return queue.take(2)
-
-    start = create(5)
-    rows = jnp.arange(1, 37, dtype=jnp.int32).reshape(12, 3)
-
-    def run(one):
-        queue, samples = jax.tree.map(jnp.copy, start), []
-        for items in rows:
-            queue, sample = one(queue, items)
-            samples.append(sample)
-        return queue, jax.tree.map(lambda *leaves: jnp.stack(leaves), *samples)
-
-    expected = run(step)
-    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
-    both = jax.jit(jax.vmap(lambda queue: jax.lax.scan(step, queue, rows)))(lanes)
-    for actual in (
-        run(jax.jit(step)),
-        run(jax.jit(step, donate_argnums=0)),
-        jax.jit(lambda queue: jax.lax.scan(step, queue, rows))(start),
-        jax.tree.map(lambda leaf: leaf[1], both),
-    ):
-        chex.assert_trees_all_equal(actual, expected)
-    np.testing.assert_array_equal(both[0].size, [expected[0].size] * 2)
-    np.testing.assert_array_equal(both[0].can_add(1), [expected[0].can_add(1)] * 2)
-
-
 BAD = [
     (lambda: create(0), "capacity is 0; expected an integer of at least 1"),
     (lambda: create(2.5), "capacity is 2.5; expected an integer of at least 1"),

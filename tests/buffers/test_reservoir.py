@@ -108,27 +108,6 @@ def test_the_same_key_keeps_the_same_rows_and_others_do_not():
     assert sorted(again.data.tolist()) != sorted(buffer.data.tolist())
 
 
-def test_eager_jit_scan_and_donated_agree():
-    items = jnp.arange(60, dtype=jnp.int32).reshape(6, 10)
-    empty = create(7, KEY)
-
-    def step(buffer, rows):
-        return buffer.add(rows), None
-
-    expected = empty
-    donated = jax.tree.map(jnp.copy, empty)
-    for rows in items:
-        expected = expected.add(rows)
-        donated = jaxbuf.add(donated, rows)
-    scanned = jax.jit(lambda buffer: jax.lax.scan(step, buffer, items))(empty)[0]
-    with jax.disable_jit():
-        plain = empty
-        for rows in items:
-            plain = plain.add(rows)
-    for other in (donated, scanned, plain):
-        chex.assert_trees_all_equal(other, expected)
-
-
 def test_buffers_side_by_side_have_their_own_lots():
     keys = jax.random.split(KEY, 3)
     lanes = jax.jit(jax.vmap(lambda key: create(8, key)))(keys)

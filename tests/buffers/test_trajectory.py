@@ -1,7 +1,6 @@
 """`TrajectoryBuffer`: which windows there are, what they are worth, what a handle means."""
 
 import copy
-import functools
 import re
 
 import chex
@@ -561,51 +560,6 @@ def test_priorities_that_nothing_uses_are_refused():
         buffer.update_priority(slots, jnp.ones(2))
 
 
-def step_of_training(buffer, key, *, prioritized):
-    t = jax.random.randint(key, (3,), 0, 1000, jnp.int32)
-    take = jax.random.bernoulli(key, 0.7, (3,))
-    buffer = buffer.add(steps(t), mask=take)
-    sample = buffer.sample(key, 8)
-    if prioritized:
-        buffer = buffer.update_priority(
-            sample.slots, sample.data["t"][:, 0].astype(jnp.float32) * 0.01
-        )
-    return buffer, sample
-
-
-@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), REVEAL, jaxbuf.Prioritized()])
-def test_eager_jit_scan_vmap_and_donated_agree(sampler):
-    step = functools.partial(step_of_training, prioritized=sampler.uses_priority)
-    jitted, eager_steps = jax.jit(step), 2
-    keys = jax.random.split(jax.random.key(3), (2, 7))
-    start = create(3, 5, 2, sampler=sampler)
-
-    def run(one, keys):
-        buffer, samples = start, []
-        for key in keys:
-            buffer, sample = one(jax.tree.map(jnp.copy, buffer), key)
-            samples.append(sample)
-        return buffer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *samples)
-
-    compiled, few = run(jitted, keys[0]), run(jitted, keys[0, :eager_steps])
-    scan = functools.partial(jax.lax.scan, step)
-    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
-    both = jax.jit(jax.vmap(scan))(lanes, keys)
-    for expected, other in (
-        (few, run(step, keys[0, :eager_steps])),
-        (compiled, run(jax.jit(step, donate_argnums=0), keys[0])),
-        (compiled, jax.jit(scan)(start, keys[0])),
-        (compiled, jax.tree.map(lambda leaf: leaf[0], both)),
-    ):
-        np.testing.assert_array_equal(other[1].slots.index, expected[1].slots.index)
-        chex.assert_trees_all_equal(other[1].data, expected[1].data)
-        np.testing.assert_allclose(other[1].probability, expected[1].probability, rtol=1e-6)
-        chex.assert_trees_all_equal(other[0].occupancy, expected[0].occupancy)
-    alone = run(jitted, keys[1])
-    np.testing.assert_array_equal(both[1].slots.index[1], alone[1].slots.index)
-    np.testing.assert_array_equal(both[0].size, [compiled[0].size, alone[0].size])
-
-
 def test_size_of_a_vmapped_buffer():
     buffer = jax.jit(jax.vmap(lambda t: create(2, 4, 2).add(steps(t))))(
         jnp.zeros((3, 2, 3), jnp.int32)
@@ -645,26 +599,6 @@ def full_copies(buffer, program):
     found = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(.*", program.as_text())
     sizes = [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in found]
     return [size for size in sizes if size >= least]
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()])
-def test_the_scanned_cycle_copies_neither_storage_nor_tree(sampler, masked):
-    def cycle(buffer, key):
-        mask = jax.random.bernoulli(key, 0.5, (8,)) if masked else None
-        buffer = buffer.add({"obs": jnp.ones((8, 17))}, mask=mask)
-        sample = buffer.sample(key, 16)
-        if sampler.uses_priority:
-            buffer = buffer.update_priority(sample.slots, sample.data["obs"][:, 0, 0])
-        return buffer, sample.data["obs"].sum()
-
-    run = jax.jit(lambda buffer, keys: jax.lax.scan(cycle, buffer, keys), donate_argnums=0)
-    buffer = large(sampler)
-    program = run.lower(buffer, jax.random.split(jax.random.key(0), 10)).compile()
-    assert full_copies(buffer, program) == []
-    memory = program.memory_analysis()
-    data = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.data))
-    assert memory.temp_size_in_bytes < data / 2
 
 
 def test_windows_are_counted():

@@ -1,6 +1,5 @@
 """The evictor `Lowest`: which items stay, against a model that sorts everything."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,36 +189,6 @@ def test_ties_are_exact_while_the_numbers_wrap():
         twin.add(items.tolist(), score.tolist(), mask)
         buffer = jaxbuf.add(buffer, items, score=score, mask=mask)
         assert held(buffer) == twin.data
-
-
-def test_eager_jit_vmap_scan_and_donation_agree():
-    steps = [
-        (jnp.asarray(items), jnp.asarray(score), jnp.asarray(mask))
-        for items, score, mask in batches(4, 12, 5)
-    ]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *steps)
-
-    def step(buffer, inputs):
-        items, score, mask = inputs
-        return buffer.add(items, score=score, mask=mask), None
-
-    scan = jax.jit(lambda buffer: jax.lax.scan(step, buffer, stacked)[0])
-    eager = jitted = donated = create(10)
-    for inputs in steps:
-        items, score, mask = inputs
-        eager = step(eager, inputs)[0]
-        jitted = jaxbuf.add(jitted, items, score=score, mask=mask, donate=False)
-        donated = jaxbuf.add(donated, items, score=score, mask=mask)
-    scanned = scan(create(10))
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), create(10))
-    many = jax.jit(jax.vmap(scan))(many)
-    for other in (
-        jitted,
-        donated,
-        scanned,
-        *(jax.tree.map(lambda x, i=i: x[i], many) for i in range(3)),
-    ):
-        chex.assert_trees_all_equal(eager, other)
 
 
 def test_vmapped_buffers_are_independent():

@@ -3,7 +3,6 @@
 import functools
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,23 +163,3 @@ def test_an_empty_buffer_and_equal_samplers():
         assert empty.metrics()["effective_sample_size"] == 0
     assert jaxbuf.Balanced(np.bool_(True)) == jaxbuf.Balanced()
     assert hash(jaxbuf.Balanced(False)) == hash(jaxbuf.Balanced(replacement=False))
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-def test_eager_jit_scan_and_vmap_agree(replacement):
-    start = filled([8, 3, 5], jaxbuf.Balanced(replacement), sequence_length=2)
-
-    def step(buffer, key):
-        mask = jax.random.bernoulli(key, 0.6, (3, 2))
-        buffer = buffer.add(jax.random.randint(key, (3, 2), 0, 99, jnp.int32), mask=mask)
-        return buffer, buffer.sample(key, 7)
-
-    keys = jax.random.split(jax.random.key(1), 3)
-    _, expected = jax.jit(lambda b, k: jax.lax.scan(step, b, k))(start, keys)
-    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), start)
-    _, both = jax.jit(jax.vmap(lambda b: jax.lax.scan(step, b, keys)))(lanes)
-    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[1], both), expected)
-    buffer = start
-    for t in range(3):
-        buffer, batch = step(buffer, keys[t])
-        chex.assert_trees_all_equal(batch, jax.tree.map(lambda leaf, t=t: leaf[t], expected))

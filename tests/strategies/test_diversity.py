@@ -273,34 +273,6 @@ def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height, wi
     chex.assert_trees_all_equal(both, np.stack([expected, expected[::-1]]))
 
 
-def test_jit_vmap_scan_and_donation_agree():
-    diversity = jaxbuf.Diversity(0.5, 2.0, within_batch="greedy", active="full")
-    empty = create(diversity, 6, 2)
-    steps = [
-        (rows(points, 5 * i), jnp.asarray(score), jnp.asarray(mask))
-        for i, (points, score, mask) in enumerate(random_batches(5, 2, 8, 1))
-    ]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *steps)
-
-    def step(buffer, inputs):
-        items, score, mask = inputs
-        return buffer.add(items, score=score, mask=mask), None
-
-    scan = jax.jit(lambda buffer, inputs: jax.lax.scan(step, buffer, inputs)[0])
-    jitted, donated = empty, jax.tree.map(jnp.copy, empty)
-    for items, score, mask in steps:
-        jitted = jaxbuf.add(jitted, items, score=score, mask=mask, donate=False)
-        donated = jaxbuf.add(donated, items, score=score, mask=mask)
-    # Two buffers that fill at different times, side by side.
-    later = jax.tree.map(lambda leaf: leaf.at[:2].set(leaf[2:4]), stacked)
-    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), stacked, later)
-    mapped = jax.jit(jax.vmap(scan, in_axes=(None, 0)))(empty, both)
-    for other in (donated, scan(empty, stacked), jax.tree.map(lambda leaf: leaf[0], mapped)):
-        chex.assert_trees_all_equal(jitted, other)
-    other = jax.tree.map(lambda leaf: leaf[1], mapped)
-    chex.assert_trees_all_equal(scan(empty, later), other)
-
-
 def test_eager_is_the_same():
     empty = create(jaxbuf.Diversity(0.5, within_batch="greedy"), 3)
     items, score = rows([0, 1, 1]), scores(1, 2, 3)

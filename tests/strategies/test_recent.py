@@ -155,61 +155,6 @@ def test_an_empty_buffer_gives_an_invalid_sample(base):
     assert buffer.support().count == 0
 
 
-@pytest.mark.parametrize("base", [jaxbuf.Uniform(), PROPORTIONAL], ids=["uniform", "prioritized"])
-def test_eager_jit_scan_and_vmap_agree(base):
-    sampler = jaxbuf.Recent(ratio=0.5, steps=2, base=base)
-    start = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 5, sequence_length=2, sampler=sampler)
-
-    def step(buffer, key):
-        steps = jax.random.randint(key, (2, 2), 0, 100, jnp.int32)
-        buffer = buffer.add(steps, mask=jax.random.bernoulli(key, 0.8, (2, 2)))
-        sample = buffer.sample(key, 6)
-        if base.uses_priority:
-            buffer = buffer.update_priority(sample.slots, sample.data[:, 0].astype(jnp.float32))
-        return buffer, (sample, buffer.sample_range(key, 3, -2))
-
-    keys = jax.random.split(jax.random.key(1), 5)
-    _, expected = jax.jit(lambda b, k: jax.lax.scan(step, b, k))(start, keys)
-    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), start)
-    _, both = jax.jit(jax.vmap(lambda b: jax.lax.scan(step, b, keys)))(lanes)
-    np.testing.assert_array_equal(both[0].slots.index[1], expected[0].slots.index)
-    np.testing.assert_array_equal(both[1].data[0], expected[1].data)
-    buffer, jitted = start, jax.jit(step)
-    for t in range(5):
-        again, seen = (step if t == 0 else jitted)(buffer, keys[t])
-        for now, whole in zip(seen, expected, strict=True):
-            whole = jax.tree.map(lambda leaf, t=t: leaf[t], whole)
-            np.testing.assert_array_equal(now.slots.index, whole.slots.index)
-            np.testing.assert_array_equal(now.data, whole.data)
-            np.testing.assert_allclose(now.probability, whole.probability, rtol=1e-6)
-        buffer = again
-
-
-@pytest.mark.parametrize("freshness", [None, jaxbuf.Freshness(max_use=3)], ids=["plain", "fresh"])
-@pytest.mark.parametrize("kind", ["items", "windows"])
-def test_a_scanned_cycle_copies_nothing(kind, freshness):
-    sampler = jaxbuf.Recent(ratio=0.25, steps=100, base=jaxbuf.Prioritized())
-    example, how = jnp.zeros(17), {"sampler": sampler, "freshness": freshness}
-    if kind == "items":
-        buffer = jaxbuf.ItemBuffer.create(example, 2**14, **how)
-    else:
-        buffer = jaxbuf.TrajectoryBuffer.create(example, 8, 2**11, **how)
-
-    def step(buffer, key):
-        buffer = buffer.add(jnp.ones((8, 17)))
-        sample = buffer.sample(key, 32)
-        error = sample.data.reshape(32, -1).sum(1)
-        weights = jaxbuf.importance_weights(buffer, sample, 0.4)
-        if freshness is not None:
-            buffer = buffer.mark_used(sample.slots)
-        return buffer.update_priority(sample.slots, error), jnp.sum(weights * error)
-
-    run = jax.jit(lambda b, keys: jax.lax.scan(step, b, keys), donate_argnums=0)
-    text = run.lower(buffer, jax.random.split(jax.random.key(0), 3)).compile().as_text()
-    found = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text)
-    assert all(np.prod([int(n) for n in shape.split(",")]) < 2**14 for shape in found)
-
-
 @functools.partial(jax.jit, static_argnums=2)
 def drawn_from(buffer, key, rows, start, stop):
     return buffer.sample_range(key, rows, start, stop)

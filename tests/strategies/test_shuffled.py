@@ -304,19 +304,6 @@ def test_the_next_batch_of_other_samplers_is_a_sample():
     jax.tree.map(np.testing.assert_array_equal, (after, batch), (buffer, expected))
 
 
-def test_eager_and_jitted_and_side_by_side():
-    buffer = items(16).add(jnp.arange(9))
-    keys = jax.random.split(jax.random.key(0), 3)
-    eager = [buffer.next_batch(key, 4) for key in keys]
-    jitted = [draw(buffer, key, 4) for key in keys]
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), buffer)
-    stacked = jax.jit(jax.vmap(lambda buffer, key: buffer.next_batch(key, 4)))(many, keys)
-    for i in range(3):
-        one = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
-        jax.tree.map(np.testing.assert_array_equal, eager[i], jitted[i])
-        jax.tree.map(np.testing.assert_array_equal, eager[i], one)
-
-
 def test_a_checkpoint_goes_on_in_the_middle_of_a_pass(tmp_path):
     buffer = items(16).add(jnp.arange(10))
     buffer, first = draw(buffer, jax.random.key(0), 4)

@@ -134,32 +134,6 @@ def test_many_slots_without_replacement_are_all_reached():
     assert sorted(sample.data.tolist()) == [7, 257, 507, 757]
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_eager_jit_scan_and_vmap_agree(replacement):
-    score = jnp.asarray(np.random.default_rng(0).normal(size=(6, 4)) * 30, jnp.float32)
-    items = jnp.arange(24, dtype=jnp.int32).reshape(6, 4)
-    empty = jaxbuf.ItemBuffer.create(
-        jnp.int32(0), 10, sampler=jaxbuf.Softmax(replacement=replacement), evictor=jaxbuf.Lowest()
-    )
-
-    def scan(buffer):
-        def step(buffer, inputs):
-            return buffer.add(inputs[0], score=inputs[1]), None
-
-        buffer, _ = jax.lax.scan(step, buffer, (items, score))
-        return buffer.sample(jax.random.key(3), 8)
-
-    eager = empty
-    for rows, values in zip(items, score, strict=True):
-        eager = eager.add(rows, score=values)
-    expected = eager.sample(jax.random.key(3), 8)
-    scanned = jax.jit(scan)(empty)
-    many = jax.jit(jax.vmap(scan))(jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), empty))
-    for other in (scanned, jax.tree.map(lambda leaf: leaf[1], many)):
-        np.testing.assert_array_equal(expected.data, other.data)
-        np.testing.assert_allclose(expected.probability, other.probability, rtol=1e-6)
-
-
 def test_metrics_and_clear():
     buffer = fill([1.0, 3.0], 4)
     metrics = buffer.metrics()
