@@ -12,13 +12,6 @@ from tests import operations
 # The operations that every strategy takes part in; others take long without jit.
 STRATEGIC = {"add_plainly", "update_priority", "importance_weights", "metrics"}
 PLAIN = {"prioritized", "fresh-prioritized", "windows-prioritized", "windows-episodes", "queue"}
-# What a sampler computes of items it computes of windows, and beside other parts as well.
-REPEATED = {"fresh", "lowest-softmax", "lowest-ranked", "removable-lowest-softmax"}
-REPEATED |= {
-    f"windows-{name}" for name in ("distinct", "prioritized-distinct", "ranked", "stale", "blend")
-}
-REPEATED |= {f"windows-{name}" for name in ("recent", "shuffled")}
-WITHOUT_JIT = [name for name in operations.BUFFERS if name not in REPEATED]
 
 
 def number():
@@ -52,7 +45,7 @@ def test_nothing_is_sent_when_it_runs(name):
         jaxbuf.sample(buffer, key, operations.BATCH)
 
 
-@pytest.mark.parametrize("name", WITHOUT_JIT)
+@pytest.mark.parametrize("name", operations.DIFFERENT)
 def test_filling_and_sampling_is_the_same_without_jit(name):
     key = jax.random.key(0)
     with jax.disable_jit(), jax.debug_nans(True):
@@ -73,8 +66,7 @@ def test_filling_and_sampling_is_the_same_without_jit(name):
     [
         (name, what)
         for name, what in operations.CASES
-        if what not in ("add", "sample")
-        and ((what in STRATEGIC and name in WITHOUT_JIT) or name in PLAIN)
+        if what not in ("add", "sample") and (what in STRATEGIC or name in PLAIN)
     ],
 )
 def test_every_operation_works_without_jit_and_computes_no_nan(name, what):

@@ -32,14 +32,10 @@ PICKS = 10
 LANES = 3
 
 # Small rings wrap often; the larger ones have more than one level of sums in any sensible tree.
-CAPACITIES = {
-    "unstratified-initial-zero": 18,
-    "epsilon-and-mix": 21,
-    "mix-without-replacement": 19,
-    "ranked": 20,
-    "blended": 20,
-}
-SMALL = 5
+SMALL, LARGE = 5, 18
+LARGER = {
+    "unstratified-initial-zero", "epsilon-and-mix", "mix-without-replacement", "ranked", "blended"
+}  # fmt: skip
 
 OPTIONS = {
     "uniform": None,
@@ -76,7 +72,7 @@ every_sampler = pytest.mark.parametrize("name", list(OPTIONS))
 
 
 def capacity_of(name):
-    return CAPACITIES.get(name, SMALL)
+    return LARGE if name in LARGER else SMALL
 
 
 def make(name):
@@ -515,38 +511,32 @@ class VariantsTest(parameterized.TestCase):
         self.check(name)
 
 
-@every_sampler
+def scanned(name):
+    return functools.partial(jax.lax.scan, functools.partial(step, **flags_of(name)))
+
+
+# Each class of samplers, of which two remove items.
+@pytest.mark.parametrize("name", ["prioritized", "recent", "blended", *sorted(REMOVABLE)[1:]])
 def test_scan_is_jitted(name):
-    function = functools.partial(step, **flags_of(name))
-    operations = jax.tree.map(jnp.asarray, script(0))
-    (final, _), seen = jax.jit(lambda carry, xs: jax.lax.scan(function, carry, xs))(
-        start(name), operations
-    )
-    assert_same(jitted(name), jax.tree.map(np.asarray, seen))
+    (final, _), seen = jax.jit(scanned(name))(start(name), script(0))
+    assert_same(jitted(name), jax.device_get(seen))
     assert final.size == jitted(name)["updated"]["size"][-1]
     testing.assert_valid(final)
 
 
 @every_sampler
-def test_vmap_is_jitted(name):
-    function = jax.jit(jax.vmap(functools.partial(step, **flags_of(name))))
-    carry = jax.tree.map(lambda leaf: jnp.stack([leaf] * LANES), start(name))
-    operations, seen = stack([script(seed) for seed in range(LANES)]), []
-    for t in range(STEPS):
-        carry, out = function(
-            carry, jax.tree.map(lambda leaf, t=t: jnp.asarray(leaf[:, t]), operations)
-        )
-        seen.append(out)
-    seen = stack(seen)
+def test_vmap_of_scans_is_jitted(name):
+    carry = jax.tree.map(lambda leaf: np.stack([leaf] * LANES), start(name))
+    operations = stack([script(seed) for seed in range(LANES)])
+    (buffers, _), seen = jax.device_get(jax.jit(jax.vmap(scanned(name)))(carry, operations))
     for lane in range(LANES):
-        assert_same(jitted(name, lane), jax.tree.map(lambda leaf, lane=lane: leaf[:, lane], seen))
-    buffers, _ = carry
+        assert_same(jitted(name, lane), at(seen, lane))
     testing.assert_valid(buffers)
-    np.testing.assert_array_equal(buffers.size, seen["updated"]["size"][-1])
+    np.testing.assert_array_equal(buffers.size, seen["updated"]["size"][:, -1])
     assert buffers.capacity == capacity_of(name)
 
 
-@every_sampler
+@pytest.mark.parametrize("name", ["uniform", "varying", "blended", *sorted(REMOVABLE)])
 def test_donated_is_jitted(name):
     assert_same(jitted(name), run_donated(name, script(0)))
 

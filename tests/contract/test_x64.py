@@ -145,8 +145,17 @@ def test_diversity_outside_of_jit(within_batch, freshness):
     assert sorted(buffer.data["reward"].tolist()) == list(range(8))
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int64, np.uint8, np.uint32, np.uint64])
-@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(
+    ("dtype", "asarray"),
+    [
+        (np.int8, np.asarray),
+        (np.int16, jnp.asarray),
+        (np.int64, np.asarray),
+        (np.uint8, jnp.asarray),
+        (np.uint32, np.asarray),
+        (np.uint64, jnp.asarray),
+    ],
+)
 def test_integers_of_any_width(dtype, asarray):
     freshness = jaxbuf.Freshness(max_staleness=4)
     ids = asarray(np.arange(4, dtype=dtype))
