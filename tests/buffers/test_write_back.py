@@ -243,14 +243,13 @@ def test_a_sampler_or_an_evictor_that_cannot_change_scores_is_named():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"sampler": jaxbuf.Prioritized()},
-        {"sampler": jaxbuf.Softmax()},
-        {"sampler": jaxbuf.Shuffled()},
         {"sampler": jaxbuf.Recent(0.5, 2, jaxbuf.Prioritized())},
-        {"evictor": jaxbuf.Lowest()},
         {"evictor": jaxbuf.Lowest(), "freshness": FRESH, "sampler": jaxbuf.Softmax()},
-        {"freshness": FRESH, "diversity": jaxbuf.Diversity(0.0, field="number")},
+        {
+            "freshness": FRESH,
+            "diversity": jaxbuf.Diversity(0.0, field="number"),
+            "sampler": jaxbuf.Shuffled(),
+        },
     ],
     ids=str,
 )
@@ -437,7 +436,7 @@ def test_what_was_removed_stays_away_when_a_buffer_is_loaded(tmp_path):
 # --- map_field of items
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 4, 100])
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
 def test_a_field_of_all_items_is_mapped(batch_size):
     buffer, slots = filled(5, capacity=7, parts=REMOVABLE)
     buffer = buffer.remove(pick(slots, 1))
@@ -625,12 +624,9 @@ def test_short_windows_write_their_own_steps():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"sampler": jaxbuf.Prioritized()},
         {"sampler": jaxbuf.Shuffled()},
         {"sampler": jaxbuf.Recent(0.5, 2)},
-        {"sampler": jaxbuf.Balanced()},
-        {"freshness": FRESH},
+        {"sampler": jaxbuf.Balanced(), "freshness": FRESH},
         {"episodes": AVOID, "sampler": jaxbuf.Prioritized()},
     ],
     ids=str,
@@ -676,7 +672,7 @@ def test_steps_have_no_slots_and_no_scores():
             buffer.set_field("reward", slots, value, mask=mask)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 100])
+@pytest.mark.parametrize("batch_size", [5, 100])
 def test_a_field_of_all_steps_is_mapped(batch_size):
     buffer = rings(parts=REMOVABLE, freshness=FRESH).add(steps(ramp(11)))
     buffer = buffer.add(steps(ramp(2, 1, 50)), env_ids=jnp.array([1]))
@@ -749,8 +745,15 @@ def test_single_rewards_of_recorded_returns_cannot_be_changed():
     free.set_field("reward", slots, jnp.zeros((2, 3)))
 
 
-@pytest.mark.parametrize("recurrence", ["plain", "alf"])
-@pytest.mark.parametrize("last", [None, "over"])
+def scaled(batch):
+    return 10.0 * batch["reward"] - 2.0
+
+
+# From Python it would be compiled at each call.
+scale_rewards = jax.jit(lambda buffer: buffer.map_field("reward", scaled, batch_size=7))
+
+
+@pytest.mark.parametrize(("recurrence", "last"), [("plain", None), ("alf", "over")])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_recorded_returns_are_computed_anew(recurrence, last, seed):
     """As if the buffer had been given the new rewards from the beginning."""
@@ -758,11 +761,7 @@ def test_recorded_returns_are_computed_anew(recurrence, last, seed):
     episodes = dataclasses.replace(RETURNS, recurrence=recurrence, last=last, reward_clip=(-8, 8))
     example = STEP | ({"over": jnp.bool_(False)} if last else {})
     old = jaxbuf.TrajectoryBuffer.create(example, 3, 10, sequence_length=2, episodes=episodes)
-    new = old.map_field("reward", lambda batch: batch["reward"])
-
-    def scaled(batch):
-        return 10.0 * batch["reward"] - 2.0
-
+    new = old
     for round_ in range(4):
         # Of the most rows, which is one program for all rounds, a mask takes from 1 to 8.
         rows = 8
@@ -779,7 +778,7 @@ def test_recorded_returns_are_computed_anew(recurrence, last, seed):
         new = new.add({**given, "reward": scaled({"reward": reward})}, mask=mask)
         if round_ == 2:
             old, new = old.end_episodes(jnp.array([1])), new.end_episodes(jnp.array([1]))
-        mapped = old.map_field("reward", scaled, batch_size=7)
+        mapped = scale_rewards(old)
         env = np.arange(3, dtype=np.int32)[:, None]
         position = np.asarray(old.earliest_position)[:, None] + np.arange(10, dtype=np.uint32)
         np.testing.assert_allclose(
@@ -899,11 +898,8 @@ def test_a_part_that_returns_nothing_is_named():
 CAPACITY, ROWS, CHANGES, OPERATIONS = 6, 4, 5, 24
 BY_RANK = jaxbuf.RankBased(by="score", sort_every=2)
 KINDS = {
-    "oldest": {"parts": REMOVABLE},
     "prioritized": {"parts": REMOVABLE, "sampler": jaxbuf.Prioritized()},
     "softmax": {"parts": REMOVABLE, "sampler": jaxbuf.Softmax()},
-    "lowest": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax()},
-    "ranked": {"parts": REMOVABLE, "evictor": jaxbuf.Lowest(), "sampler": BY_RANK},
     "blend": {
         "parts": REMOVABLE,
         "evictor": jaxbuf.Lowest(),
@@ -1006,19 +1002,12 @@ def play(kind, seed, native):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_items_agree_with_a_list(kind):
-    history, buffer = play(kind, 0, native=True)
-    _, plain = play(kind, 0, native=False)
-    chex.assert_trees_all_equal(plain, buffer)
-    other, _ = play(kind, 1, native=False)
-    # As one scan, and over lanes.
-    stacked = stack(history)
-    empty = create(CAPACITY, **KINDS[kind])
-    scanned, _ = jax.jit(lambda b, h: jax.lax.scan(step_items, b, h))(empty, stacked)
-    chex.assert_trees_all_equal(scanned, buffer)
-    lanes, empties = stack([stacked, stack(other)]), stack([empty] * 2)
+    runs = [play(kind, 0, native=True), play(kind, 1, native=False)]
+    # As scans over lanes.
+    lanes, ends = stack([stack(history) for history, _ in runs]), stack([end for _, end in runs])
+    empties = stack([create(CAPACITY, **KINDS[kind])] * 2)
     batched, _ = jax.jit(jax.vmap(lambda b, h: jax.lax.scan(step_items, b, h)))(empties, lanes)
-    first = jax.tree.map(lambda leaf: np.asarray(leaf)[0], batched)
-    chex.assert_trees_all_close(first, buffer, rtol=1e-5)
+    chex.assert_trees_all_close(batched, ends, rtol=1e-5)
 
 
 @jax.jit
@@ -1028,10 +1017,8 @@ def step_windows(buffer, given):
     return buffer.remove(given["slots"], mask=given["removed"])
 
 
-@pytest.mark.parametrize("period", [1, 2])
-@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()], ids=str)
+@pytest.mark.parametrize(("period", "sampler"), [(1, jaxbuf.Uniform()), (2, jaxbuf.Prioritized())])
 def test_windows_agree_with_lists(period, sampler):
-    rng = np.random.default_rng(period)
     length, size = 8, 3
     results = []
     for native in (True, False):
@@ -1041,8 +1028,7 @@ def test_windows_agree_with_lists(period, sampler):
         known, names = [None], [(buffer.capacity, 0)]
         with using_native(native):
             for t in range(OPERATIONS):
-                rows = 1 + t % 2
-                given = steps(ramp(rows, start=100 * t))
+                given = steps(ramp(3, start=100 * t))
                 recent = rng.integers(max(len(known) - 9, 0), len(known), CHANGES)
                 index, generation = zip(*(names[i] for i in recent), strict=True)
                 mask = rng.random((CHANGES, size)) < 0.8
@@ -1179,10 +1165,12 @@ def test_gradients_flow_through_items_alone():
 
     # value[0] * (value[0] ** 2 + 10 * value[2] ** 2 + 100 * 2 ** 2)
     value = jnp.array([2.0, 3.0, 5.0, 7.0])
-    assert jax.jit(jax.value_and_grad(loss))(value)[0] == 2 * (4 + 250 + 400)
-    assert jax.grad(loss)(value).tolist() == [3 * 4 + 250 + 400, 0.0, 2 * 2 * 10 * 5, 0.0]
+    total, slope = jax.jit(jax.value_and_grad(loss))(value)
+    assert total == 2 * (4 + 250 + 400)
+    assert slope.tolist() == [3 * 4 + 250 + 400, 0.0, 2 * 2 * 10 * 5, 0.0]
 
 
+@jax.jit
 def log_of_all(buffer, slots):
     """The gradient of the sum of logarithms of all rewards, times a number."""
 

@@ -48,6 +48,8 @@ PRIORITIES = {
     "importance_weights": lambda b: jaxbuf.importance_weights(b, b.sample(KEY, 4), 0.4),
 }
 FRESHNESS = {
+    "clear": lambda b: b.clear(),
+    "metrics": lambda b: b.metrics(),
     "mark_used": lambda b: b.mark_used(b.sample(KEY, 4).slots),
     "set_version": lambda b: b.set_version(3),
     "use_count": lambda b: b.use_count(b.sample(KEY, 4).slots),
@@ -69,6 +71,8 @@ STEPS = {
     "locate": lambda b: b.locate(b.sample(KEY, 4).slots),
 }
 EPISODES = {
+    "add": lambda b: b.add(rows(2, 3)),
+    "clear of some": lambda b: b.clear(jnp.array([True, False])),
     "episode": lambda b: b.episode(b.sample(KEY, 4).slots),
     "episode_mask": lambda b: b.episode_mask(b.sample(KEY, 4).slots),
 }
@@ -87,29 +91,20 @@ GATHERED = {
 FRESH = jaxbuf.Freshness(max_use=2, max_staleness=2)
 AVOID = jaxbuf.Episodes(boundary="avoid")
 CASES = {
-    "uniform": (lambda: items().add(rows(4)), ITEMS),
     "prioritized": (
         lambda: items(sampler=jaxbuf.Prioritized()).add(rows(4)),
         {**ITEMS, **PRIORITIES},
     ),
-    "without replacement": (
-        lambda: items(sampler=jaxbuf.Prioritized(replacement=False)).add(rows(4)),
-        ITEMS,
-    ),
-    "fresh": (lambda: items(freshness=FRESH).add(rows(4)), {**ITEMS, **FRESHNESS}),
+    "fresh": (lambda: items(freshness=FRESH).add(rows(4)), FRESHNESS),
     "lowest": (lambda: scored(items(evictor=jaxbuf.Lowest()), 4), SCORES),
     "softmax": (lambda: scored(items(sampler=jaxbuf.Softmax()), 4), SCORES),
     "diverse": (lambda: scored(items(diversity=jaxbuf.Diversity(0.5)), 4), SCORES),
-    "windows": (lambda: trajectories().add(rows(2, 4)), STEPS),
-    "prioritized windows": (
+    "windows": (
         lambda: trajectories(sampler=jaxbuf.Prioritized()).add(rows(2, 4)),
         {**STEPS, **PRIORITIES},
     ),
-    "fresh windows": (
-        lambda: trajectories(freshness=FRESH).add(rows(2, 4)),
-        {**STEPS, **FRESHNESS},
-    ),
-    "episodes": (lambda: trajectories(episodes=AVOID).add(rows(2, 4)), {**STEPS, **EPISODES}),
+    "fresh windows": (lambda: trajectories(freshness=FRESH).add(rows(2, 4)), FRESHNESS),
+    "episodes": (lambda: trajectories(episodes=AVOID).add(rows(2, 4)), EPISODES),
     "queue": (lambda: jaxbuf.Queue.create(STEP, 6).add(rows(4)), QUEUE),
     "accumulated episodes": (
         lambda: jaxbuf.EpisodeAccumulator.create(STEP, 2, 4).add(rows(2, 2))[0],
@@ -142,7 +137,7 @@ def test_as_those_of_jax_arrays(name):
 
 # What a buffer tells of itself without a program.
 PROPERTIES = {
-    "uniform": ("size", "live"),
+    "prioritized": ("size", "live"),
     "fresh": ("size", "live"),
     "windows": ("size", "num_windows", "end_position", "earliest_position"),
     "fresh windows": ("size", "num_windows"),

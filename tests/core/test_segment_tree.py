@@ -231,7 +231,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("capacity", [1, 5, 16, 17, 300, 5000])
+@pytest.mark.parametrize("capacity", [1, 17, 5000])
 def test_points_at_the_total_and_beyond_find_the_last_leaf_with_mass(capacity, kind):
     rng = np.random.default_rng(capacity)
     empty = create(capacity, ("sum", "max"))

@@ -780,8 +780,10 @@ def test_another_number_of_environments_keeps_the_first_ones(tmp_path, num_envs,
     assert np.all(np.diff(np.asarray(found), axis=1) == 1)
 
 
-@pytest.mark.parametrize(("num_envs", "length"), [(1, 8), (3, 12)])
-@pytest.mark.parametrize("sampler", [jaxbuf.Prioritized(), jaxbuf.Shuffled()])
+@pytest.mark.parametrize(
+    ("num_envs", "length", "sampler"),
+    [(1, 8, jaxbuf.Prioritized()), (3, 12, jaxbuf.Shuffled())],
+)
 def test_another_number_of_environments_keeps_what_is_known_of_episodes(
     tmp_path, num_envs, length, sampler
 ):
@@ -805,6 +807,7 @@ def test_another_number_of_environments_keeps_what_is_known_of_episodes(
     new = jaxbuf.load(tmp_path, create(num_envs, length), resize=True)
     testing.assert_valid(new)
 
+    @functools.partial(jax.jit, static_argnums=(1, 2))
     def known(buffer, envs, per_env):
         first = buffer.earliest_position
         at = first[:envs, None] + jnp.arange(per_env, dtype=jnp.uint32)[None]

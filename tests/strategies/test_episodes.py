@@ -93,10 +93,6 @@ def windows(buffer):
 
 
 CONFIGURATIONS = {
-    "avoid-prioritized": (
-        (3, 9, 3, 1, DISTINCT_PRIORITIES),
-        {"boundary": "avoid", **RETURNS},
-    ),
     "avoid-mixed-alf": (
         (2, 12, 4, 2, jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.2, replacement=False)),
         {"boundary": "avoid", "last": "end.last", "recurrence": "alf", **RETURNS},
@@ -105,14 +101,9 @@ CONFIGURATIONS = {
         (2, 8, 3, 1, DISTINCT),
         {"boundary": "avoid", "last": "end.last", "reward_clip": (-0.5, 0.5), **RETURNS},
     ),
-    "mask": ((2, 7, 4, 1, DISTINCT), {"boundary": "mask", **RETURNS}),
     "whole-windows": (
         (2, 9, 3, 1, DISTINCT_PRIORITIES),
         {"boundary": "avoid", "short_windows": "never", **RETURNS},
-    ),
-    "all-ends": (
-        (2, 9, 3, 1, DISTINCT_PRIORITIES),
-        {"boundary": "avoid", "short_windows": "ended", **RETURNS},
     ),
     "from-the-start": (
         (2, 12, 4, 1, DISTINCT_PRIORITIES),
@@ -456,52 +447,6 @@ def test_frequencies_of_the_windows_that_are_left(sampler):
     assert (bool(buffer.can_sample(12)), bool(buffer.can_sample(13))) == (True, False)
     weights = jaxbuf.importance_weights(buffer, jaxbuf.sample(buffer, keys[0], 4), 1.0, None)
     np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
-
-
-def train(buffer, key):
-    flags = jax.random.bernoulli(key, 0.2, (2, 3, 2))
-    take = jax.random.bernoulli(key, 0.7, (3, 2))
-    given = {
-        "t": jax.random.randint(key, (3, 2), 0, 1000, jnp.int32),
-        "reward": jax.random.normal(key, (3, 2)),
-        "end": {"terminated": flags[0], "truncated": flags[1], "last": flags[0]},
-    }
-    buffer = buffer.add(given, mask=take)
-    sample = buffer.sample(key, 8)
-    buffer = buffer.update_priority(sample.slots, jnp.abs(sample.data["reward"][:, 0]))
-    told = buffer.episode(sample.slots)
-    return buffer, (sample, told)
-
-
-def test_eager_jit_scan_vmap_and_donated_agree():
-    keys = jax.random.split(jax.random.key(3), (2, 4))
-    start = create(3, 5, 2, boundary="avoid", sampler=jaxbuf.Prioritized(), **RETURNS)
-
-    def run(one, keys):
-        buffer, told = start, []
-        for key in keys:
-            buffer, result = one(jax.tree.map(jnp.copy, buffer), key)
-            told.append(result)
-        return buffer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *told)
-
-    def agree(one, other):
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-            if jnp.issubdtype(a.dtype, jnp.floating):
-                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-            else:
-                np.testing.assert_array_equal(a, b)
-
-    # It is given copies.
-    donating = jax.jit(train, donate_argnums=0)
-    compiled = run(donating, keys[0])
-    # Without jit, some of what a step does is compiled again in each of them.
-    agree(run(donating, keys[0, :2]), run(train, keys[0, :2]))
-    scan = jax.jit(lambda buffer, keys: jax.lax.scan(train, buffer, keys))
-    agree(compiled, scan(start, keys[0]))
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
-    both = jax.jit(jax.vmap(lambda buffer, keys: jax.lax.scan(train, buffer, keys)))(stacked, keys)
-    agree(compiled, jax.tree.map(lambda leaf: leaf[0], both))
-    agree(scan(start, keys[1]), jax.tree.map(lambda leaf: leaf[1], both))
 
 
 @pytest.mark.parametrize("rows", [1, 20])
