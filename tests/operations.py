@@ -210,6 +210,8 @@ REPEATED = {"fresh", "lowest-softmax", "lowest-ranked", "removable-lowest-softma
 REPEATED |= {f"windows-{name}" for name in ("distinct", "prioritized-distinct", "ranked", "stale")}
 REPEATED |= {f"windows-{name}" for name in ("blend", "recent", "shuffled")}
 DIFFERENT = [name for name in BUFFERS if name not in REPEATED]
+# These differ from others in what they draw alone.
+OTHER_DRAWS = {name for name in BUFFERS if name.endswith(("distinct", "fallback"))}
 # For each operation: the buffers that have it, and the function itself.
 OPERATIONS = {}
 # Some call no method of samplers, and need not go through all of them: they are done with one
@@ -474,12 +476,13 @@ def views(buffer, sample, scale, key):
 @functools.cache
 def operations_of(name):
     """The operations to put through a test with the buffer of this name."""
-    return [
-        what
-        for what, (has, _) in OPERATIONS.items()
-        if has(empty(name))
-        and (name in ONE_OF_EACH if what in WITHOUT_SAMPLER else name not in REPEATED)
-    ]
+
+    def is_asked(what):
+        if what in WITHOUT_SAMPLER:
+            return name in ONE_OF_EACH
+        return name in DIFFERENT and (name not in OTHER_DRAWS or what in ("sample", "next_batch"))
+
+    return [what for what, (has, _) in OPERATIONS.items() if has(empty(name)) and is_asked(what)]
 
 
 CASES = [(name, what) for name in BUFFERS for what in operations_of(name)]

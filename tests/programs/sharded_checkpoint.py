@@ -91,11 +91,12 @@ def main(folder, port=None, rank="0"):
         jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
     tree, devices = values(), jax.devices()
     counts = [8, 4, 2, 1] if port is None else [len(devices)]
-    for count in counts:
+    for i, count in enumerate(counts):
         # The second one replaces the first.
         for _ in range(2):
             jaxbuf.save(folder / f"{count}", place(tree, devices[:count]))
-        for onto in counts:
+        # Onto more devices, and onto fewer.
+        for onto in {counts[i - 1], counts[(i + 1) % len(counts)]}:
             check_load(folder / f"{count}", tree, devices[:onto])
     if port is None:
         check_damage(folder / "4", tree, devices[:2])

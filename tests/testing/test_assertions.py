@@ -27,6 +27,9 @@ HISTORY = (
 )  # fmt: skip
 
 
+every_state = pytest.mark.parametrize(
+    "name", [name for name in operations.DIFFERENT if name not in operations.OTHER_DRAWS]
+)
 # Their arguments are slots that were drawn.
 OF_SAMPLES = ("update_priority", "mark_used")
 
@@ -104,7 +107,7 @@ def says(*words):
     return pytest.raises(AssertionError, match="(?s)" + ".*".join(map(re.escape, words)))
 
 
-@pytest.mark.parametrize("name", operations.DIFFERENT)
+@every_state
 def test_every_operation_leaves_a_buffer_valid(name):
     states = history(name, operations.BUFFERS[name]())
     assert len(states) >= 7
@@ -783,8 +786,7 @@ def test_a_step_that_is_too_small_to_tell_is_refused():
 # assert_resumes
 
 
-# Draws without replacement keep no more than others.
-@pytest.mark.parametrize("name", [name for name in operations.DIFFERENT if "distinct" not in name])
+@every_state
 def test_a_run_goes_on_where_it_was_interrupted(name):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state):
