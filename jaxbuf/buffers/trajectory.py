@@ -744,10 +744,10 @@ class TrajectoryBuffer(Body):
 
     def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
         """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""
-        ring, start = self.rings.split(index)
         if self.episodes is None or not self.episodes.pads:
-            first = jnp.minimum(ring, self.num_envs - 1) * self.length + start
+            first = jnp.minimum(index * self.period, self.capacity - 1)
             return storage.read_runs(self.data, first, self.sequence_length, self.length)
+        ring, start = self.rings.split(index)
         mask = self._index().in_episode(self.rings, index)
         last = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32) - 1
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)[None]

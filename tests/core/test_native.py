@@ -336,9 +336,9 @@ CREATE = {
         ("items", PRIORITIZED, "add", 64),
         ("items", PRIORITIZED, "sample", 256),
         ("items", PRIORITIZED, "update", 256),
-        ("windows", jaxbuf.Uniform(), "sample", 32),
+        ("windows", jaxbuf.Uniform(), "sample", 64),
         ("windows", PRIORITIZED, "add", 4),
-        ("windows", PRIORITIZED, "sample", 32),
+        ("windows", PRIORITIZED, "sample", 64),
         ("windows", PRIORITIZED, "update", 256),
     ],
 )
