@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.buffer import Share, as_buffer, check_options
-from jaxbuf.core import checks, storage
+from jaxbuf.core import checks, native, storage
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
@@ -20,6 +20,8 @@ from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Sample(Described):
@@ -204,11 +206,7 @@ def _weights(
 ) -> Float[Array, " B"]:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     probability, valid, beta = lax.stop_gradient((probability, valid, beta))
-    # ``get`` returns items that are never drawn as well. Of others, the probability may be so small
-    # that the largest weight would be infinite.
-    valid &= probability > 0
-    tiny = jnp.finfo(jnp.float32).tiny
-    probability = jnp.where(valid, jnp.maximum(probability, tiny), 1.0)
+    probability, valid = _drawn(probability, valid)
     if slots is not None:
         shares = as_buffer(buffer).shares(probability.shape[0])
         counts, least = _counts_of(shares, normalize)
@@ -226,11 +224,24 @@ def _weights(
         ratio = probability / (lax.pmin(least, axes) if axes else least)
     elif normalize == "buffer":
         least = buffer.support().least_probability
-        ratio = probability / jnp.maximum(least, tiny)
+        ratio = probability / jnp.maximum(least, _TINY)
     else:
         count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
         ratio = probability * count.astype(jnp.float32)
     return jnp.where(valid, ratio**-beta, 0.0)
+
+
+@native.kernel("drawn")
+def _drawn(
+    probability: Float[Array, " B"], valid: Bool[Array, " B"]
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """Returns the probabilities of rows that can be drawn, 1 for others, and a mask of these rows.
+
+    ``get`` returns items that are never drawn as well. Of others, the probability may be so small
+    that the largest weight would be infinite.
+    """
+    valid = valid & (probability > 0)
+    return jnp.where(valid, jnp.maximum(probability, _TINY), 1.0), valid
 
 
 def _counts_of(
@@ -253,7 +264,7 @@ def _counts_of(
         # A part without items gives no rows.
         counts.append(jnp.maximum(jnp.asarray(count).astype(jnp.float32), 1.0))
         drawn = (least > 0) & (fraction > 0)
-        least = jnp.maximum(least, jnp.finfo(jnp.float32).tiny)
+        least = jnp.maximum(least, _TINY)
         products.append(jnp.where(drawn, least * counts[-1], most))
     lightest = jnp.min(jnp.stack(products)) if normalize == "buffer" else jnp.float32(1)
     return jnp.stack(counts), lightest

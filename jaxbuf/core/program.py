@@ -77,6 +77,10 @@ def program(**about: Unpack[About]) -> Callable[[Callable[P, R]], Callable[P, R]
     return decorate
 
 
+# NumPy's float64 is a float as well.
+_PYTHON_NUMBERS = (bool, int, float)
+
+
 class OwnPrograms:
     """A buffer that must be called from Python, not inside of ``jax.jit``."""
 
@@ -198,15 +202,23 @@ class Program:
 
     def _settled(self, traced: dict[str, Any]) -> dict[str, Any] | None:
         """Returns what ``_as_array`` would, if it need not convert an argument; else None."""
-        if self.buffers:
-            return None
-        for name, dtype in self.dtypes.items():
-            if name in traced and getattr(traced[name], "dtype", None) != dtype:
+        settled: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
+        for name, value in traced.items():
+            dtype = self.dtypes.get(name)
+            if dtype is not None and getattr(value, "dtype", None) != dtype:
                 return None
+            if name in self.buffers:
+                settled[name] = None if value is None else check_single(value)
+            elif type(value) in _PYTHON_NUMBERS and name not in self.stored:
+                settled[name] = value
+            else:
+                arrays[name] = value
         try:
-            return numbers.settled(traced)
+            copied = numbers.settled(arrays)
         except (ValueError, TypeError):
             return None  # What is no pytree raises a better error with its name.
+        return None if copied is None else {**settled, **copied}
 
     def _as_array(self, first: Any, name: str, value: Any, arguments: dict[str, Any]) -> Any:
         """Returns an argument as the compiled function takes it, with copies of NumPy arrays.

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from jaxbuf.buffers.sample import _drawn
 from jaxbuf.core import native, storage
 from jaxbuf.core.native import called_from_python, using_native
 from jaxbuf.core.random import scale_word
@@ -263,6 +264,7 @@ ROWS = {
     "mass of 1": lambda rng, n: (jaxbuf.Prioritized(alpha=1, epsilon=0.1).mass, numbers(rng, n)),
     "share": lambda rng, n: (share_of, np.abs(numbers(rng, n)), *np.float32([3e4, 0.1])),
     "no share": lambda rng, n: (share_of, np.zeros(n, "f4"), *np.float32([0, 0.1])),
+    "drawn": lambda rng, n: (_drawn, numbers(rng, n), flags(rng, n)[0]),
     "strata": lambda rng, n: (
         lambda word, total: points(word, None, total, stratified=True),
         words(rng, n),
@@ -336,6 +338,7 @@ CREATE = {
         ("items", PRIORITIZED, "add", 64),
         ("items", PRIORITIZED, "sample", 256),
         ("items", PRIORITIZED, "update", 256),
+        ("items", PRIORITIZED, "weights", 256),
         ("windows", jaxbuf.Uniform(), "sample", 64),
         ("windows", PRIORITIZED, "add", 4),
         ("windows", PRIORITIZED, "sample", 64),
@@ -354,6 +357,10 @@ def test_small_calls_count_fewer_operations_than_xla_hands_to_another_thread(
         "add": lambda: (type(buffer).add, buffer, items),
         "sample": lambda: (lambda b, key: b.sample(key, rows), buffer, jax.random.key(0)),
         "update": lambda: (type(buffer).update_priority, buffer, slots, jnp.ones(rows)),
+        "weights": lambda: (
+            lambda sample: jaxbuf.importance_weights(buffer, sample, 0.4),
+            jaxbuf.Sample(None, slots, jnp.ones(rows), jnp.ones(rows, bool)),
+        ),
     }[operation]()
     with using_native(True), called_from_python(True):
         counted = jax.jit(function).lower(*args).compile().cost_analysis()

@@ -687,6 +687,20 @@ ffi::Error MassShare(Floats share, Floats mass, Floats total, Floats uniform,
   });
 }
 
+ffi::Error Drawn(Floats probability, Flags valid, ffi::Result<Floats> out,
+                 ffi::Result<Flags> drawn) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const float* from = lane(probability);
+    const bool* was = lane(valid);
+    float* __restrict to = lane(*out);
+    bool* __restrict is = lane(*drawn);
+    for (int64_t i = 0; i < rows; ++i) {
+      is[i] = was[i] & (from[i] > 0.0f);
+      to[i] = is[i] ? Max(from[i], kLeastMass) : 1.0f;
+    }
+  });
+}
+
 ffi::Error Points(Words word, Words low, Floats total, ffi::Result<Floats> point,
                   ffi::Result<Floats> refine, Sizes sizes) {
   const int64_t bits = (*sizes)[0], strata = (*sizes)[1], shift = (*sizes)[2];
@@ -828,6 +842,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_items_at, ItemsAt);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_base, MassBase);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_within, MassWithin);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_share, MassShare);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_drawn, Drawn);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_points, Points);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_random_words, RandomWords);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_scale_word, ScaleWord);
