@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.core.describe import Described
+from jaxbuf.core.donation import check_readable
 from jaxbuf.core.hyperparameters import bind, names_of
 from jaxbuf.core.segment_tree import using_width, width_of
 from jaxbuf.core.storage import has_shapes, like
@@ -47,6 +48,17 @@ class Created(Buffer):
     episodes: Any = None
 
     @property
+    def capacity(self) -> int:
+        """The largest number of items that the buffer can hold."""
+        return self.occupancy.capacity
+
+    @property
+    def size(self) -> Int[Array, ""]:
+        """The number of items that the buffer holds."""
+        check_readable(self)
+        return self.occupancy.size
+
+    @property
     def example(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of an item, or of a step, as the ``example`` of ``create``.
 
@@ -69,7 +81,7 @@ class Created(Buffer):
         return self.occupancy.num_slots
 
     @property
-    def sizes(self: Any) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """The sizes that ``create`` takes, by name."""
         return {"capacity": self.capacity}
 
@@ -126,31 +138,26 @@ class Base(Created, Described):
     hyperparameters: dict[str, Array] = struct.field(default_factory=dict, kw_only=True)
 
     @property
-    @abc.abstractmethod
-    def capacity(self) -> int:
-        """The largest number of items, or steps, that the buffer can hold."""
-
-    @property
-    @abc.abstractmethod
     def step_axes(self) -> tuple[int, ...]:
         """The axis of the steps of a window, ``(sequence_length,)``; no axis for items."""
+        return ()
 
     @property
-    @abc.abstractmethod
     def layout(self) -> Occupancy:
         """The occupancy whose order the storage has: that of the items, or the rings of steps."""
+        return self.occupancy
 
     @property
     @abc.abstractmethod
     def score_users(self) -> list[object]:
         """The strategies that use scores."""
 
-    @abc.abstractmethod
     def rows_of(self, index: Int[Array, " B"]) -> Int[Array, "..."]:
         """Returns the rows of the storage that hold the contents of slots, or ``capacity``.
 
         For items these are the slots ``[B]`` themselves, for windows their own steps ``[B, L]``.
         """
+        return index
 
     @abc.abstractmethod
     def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:

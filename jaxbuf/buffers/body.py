@@ -45,11 +45,6 @@ SomeBody = TypeVar("SomeBody", bound="Body")
 class Body(SlottedBuffer, Base):
     """A buffer with slots for items, or for windows of steps, that a sampler draws."""
 
-    @property
-    @abc.abstractmethod
-    def size(self) -> Int[Array, ""]:
-        """The number of items, or steps, that the buffer holds."""
-
     @staticmethod
     @abc.abstractmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:

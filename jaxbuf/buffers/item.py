@@ -131,17 +131,6 @@ class ItemBuffer(Body):
             needs_order(occupancy, f"{sampler}")
 
     @property
-    def capacity(self) -> int:
-        """The largest number of items that the buffer can hold."""
-        return self.occupancy.capacity
-
-    @property
-    def size(self) -> Int[Array, ""]:
-        """The number of items that the buffer holds."""
-        check_readable(self)
-        return self.occupancy.size
-
-    @property
     def live(self) -> Bool[Array, " N"]:
         """A mask of the slots that hold an item, ``[capacity]``; ``size`` is their number.
 
@@ -231,21 +220,9 @@ class ItemBuffer(Body):
         return reach, text
 
     @property
-    def step_axes(self) -> tuple[int, ...]:
-        """The axis of the steps of a window, which items do not have."""
-        return ()
-
-    @property
-    def layout(self) -> ItemOccupancy:
-        return self.occupancy
-
-    @property
     def score_users(self) -> list[object]:
         parts = (self.sampler, self.evictor, *self.extras)
         return [part for part in parts if part.uses_score]
-
-    def rows_of(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
-        return index
 
     def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         return self.occupancy.live(row)

@@ -13,7 +13,6 @@ from jaxbuf.buffers.buffer import absent
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, sizes, storage, trees
 from jaxbuf.core.describe import Described
-from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.ring import QueueRing
@@ -74,17 +73,6 @@ class Queue(Created, Described):
             occupancy=QueueRing.create(capacity),
             counters=counters.tally(COUNTS, {}),
         )
-
-    @property
-    def capacity(self) -> int:
-        """The largest number of items in the queue."""
-        return self.occupancy.capacity
-
-    @property
-    def size(self) -> Int[Array, ""]:
-        """The number of items in the queue."""
-        check_readable(self)
-        return self.occupancy.size
 
     def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
         """Returns whether ``batch_size`` more items fit."""
