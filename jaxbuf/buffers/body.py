@@ -240,16 +240,14 @@ class Body(SlottedBuffer, Base):
         mask = check_mask(mask, shape)
         if shape[0] == 0:
             return self
-        mask = self.occupancy.holds(slots) & mask
         illegal = jnp.isnan(score)
-        index = jnp.where(mask & ~illegal, slots.index, self.capacity)
+        index, rejected = self.occupancy.rows_to_change(slots, mask, ~illegal)
         score = jnp.where(illegal, 0.0, score)
         state = lax.stop_gradient(self.sampler_state)
         # Samplers find the last of several rows for an item themselves, as in ``update_priority``.
         if self.sampler.uses_score:
             state = events.notify(self.bound_sampler.set_priority, state, index, score)
         index = keep_last(index, self.capacity)
-        rejected = jnp.sum(mask & illegal, dtype=jnp.uint32)
         buffer = self.replace(
             occupancy=self.occupancy.rescore(index, score),
             sampler_state=state,

@@ -191,8 +191,7 @@ def sample_groups(
     valid = column < num_items[:, None]
     for pad_key in pad_keys:
         # All items of a group that is too small were drawn, so any item of it may be repeated.
-        most = num_items[:, None].astype(jnp.uint32)
-        again = scale_word(random_words(pad_key, (count, size)), most)
+        again = scale_word(random_words(pad_key, (count, size)), num_items[:, None])
         rank = jnp.where(valid, rank, again)
         valid = jnp.broadcast_to(num_items[:, None] > 0, valid.shape)
     position = members.at(number, rank)  # [B, K]
@@ -291,7 +290,7 @@ def _shuffled(words: UInt[Array, "B K"], size: Int[Array, " B"]) -> Int[Array, "
             card = jnp.take_along_axis(cards, jnp.maximum(last, 0), axis=1)
             return jnp.where(last < 0, spot[:, None], card)[:, 0]
 
-        left = jnp.maximum(size - j, 1).astype(jnp.uint32)
+        left = jnp.maximum(size - j, 1)
         spot = j + scale_word(words[:, j], left)
         swapped = card_at(jnp.full_like(spot, j))
         return (
