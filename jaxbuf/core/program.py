@@ -210,7 +210,7 @@ class Program:
                 return None
             if name in self.buffers:
                 settled[name] = None if value is None else check_single(value)
-            elif type(value) in _PYTHON_NUMBERS and name not in self.stored:
+            elif type(value) in _PYTHON_NUMBERS and name not in (*self.stored, *self.keys):
                 settled[name] = value
             else:
                 arrays[name] = value
