@@ -29,6 +29,7 @@ from flax import struct
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
 import jaxbuf
+from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.examples import _run
 from jaxbuf.examples.dqn import PRIORITY_EPSILON, QNetwork
 from jaxbuf.examples.sac import Returns, play
@@ -221,18 +222,14 @@ def train(run: _run.Run[Config]) -> None:
         log |= {"holder": holder.metrics(), "buffer": buffer.metrics()}
         return saved, log, _run.shown(log["return"])
 
-    # Ctrl-C does not reach the actors, since a process inherits that a signal is blocked, and waits
-    # until all have begun: a thread of JAX may get it, which blocks nothing.
-    interrupts: list[int] = []
-    old_handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    for actor in actors:
-        actor.start()
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        signal.signal(signal.SIGINT, old_handler)
-        if interrupts:
-            raise KeyboardInterrupt
+        # Ctrl-C waits until all actors have begun, and does not reach them, since a process
+        # inherits that a signal is blocked.
+        with DeferredSignals():
+            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            for actor in actors:
+                actor.start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         with jaxbuf.Holder(saved["buffer"], limiter=saved["limiter"]) as holder:
             jaxbuf.feed(holder, rows, actors)
             span: Any = {"done": done, "until": config.steps, "size": agent.length}
