@@ -37,8 +37,7 @@ def check(data):
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("turned", [False, True], ids=["items", "example"])
-@pytest.mark.parametrize("how", ["method", "function", "jit"])
+@pytest.mark.parametrize(("turned", "how"), [(False, "function"), (False, "jit"), (True, "method")])
 def test_items_are_stored_by_name(make, turned, how):
     example, items = EXAMPLE, rows(make)
     if turned:

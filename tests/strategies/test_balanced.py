@@ -51,8 +51,13 @@ def shared_out(rows, held):
     return given, rows
 
 
-@pytest.mark.parametrize("held", [(8, 8, 8), (5, 8, 1, 3), (0, 6, 2), (4,)])
-@pytest.mark.parametrize("rows", [1, 6, 7])
+EQUAL, UNEQUAL = (8, 8, 8), (5, 8, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("held", "rows"),
+    [(EQUAL, 1), (EQUAL, 6), (UNEQUAL, 1), (UNEQUAL, 7), ((0, 6, 2), 7), ((4,), 6)],
+)
 def test_numbers_and_probabilities_with_replacement(held, rows):
     buffer = filled(held, jaxbuf.Balanced())
     batch = draws(buffer, rows, 600)
@@ -73,8 +78,12 @@ def test_numbers_and_probabilities_with_replacement(held, rows):
         assert len(steps) == 1 or stats.chisquare(counts).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("held", [(8, 8, 8), (5, 8, 1, 3), (0, 6, 2), (4,), (0, 0)])
-@pytest.mark.parametrize("rows", [1, 5, 9, 12, 30])
+@pytest.mark.parametrize(
+    ("held", "rows"),
+    [(EQUAL, rows) for rows in (1, 12, 30)]
+    + [(UNEQUAL, rows) for rows in (5, 9, 12, 30)]
+    + [((0, 6, 2), 1), ((0, 6, 2), 9), ((4,), 5), ((0, 0), 1)],
+)
 def test_numbers_without_replacement_are_dealt_in_turn(held, rows):
     buffer = filled(held, jaxbuf.Balanced(replacement=False))
     batch = draws(buffer, rows, 400)

@@ -37,8 +37,10 @@ def shares(masses):
     return np.asarray(masses) / np.sum(masses)
 
 
-@pytest.mark.parametrize("by", ["priority", "score"])
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("alpha", "by"),
+    [(0.0, "priority"), (0.5, "score"), (0.7, "priority"), (1.0, "score"), (3.0, "priority")],
+)
 def test_probabilities_are_powers_of_the_ranks(alpha, by):
     ranks = np.array([6, 7, 2, 4, 1, 5, 3])
     buffer = filled(PRIORITIES, 9, by, alpha=alpha)
@@ -68,8 +70,7 @@ def test_an_outlier_is_drawn_no_more_often_than_any_first_rank(replacement):
     assert law_of(proportional)[40] > 0.88 > 5 * first
 
 
-@pytest.mark.parametrize("stratified", [True, False])
-@pytest.mark.parametrize("by", ["priority", "score"])
+@pytest.mark.parametrize(("by", "stratified"), [("priority", True), ("score", False)])
 def test_draws_have_the_law(by, stratified):
     buffer = filled(PRIORITIES, 9, by, stratified=stratified)
     law = np.pad(shares(by_rank(PRIORITIES, 0.7)), (0, 2))

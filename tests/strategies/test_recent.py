@@ -69,8 +69,10 @@ def frequencies(buffer, rows, draws, count):
     return np.bincount(drawn, minlength=count), told
 
 
-@pytest.mark.parametrize("base", [jaxbuf.Uniform(), PROPORTIONAL], ids=["uniform", "prioritized"])
-@pytest.mark.parametrize("kind", ["items", "windows"])
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [("items", jaxbuf.Uniform()), ("items", PROPORTIONAL), ("windows", PROPORTIONAL)],
+)
 def test_probabilities_are_those_of_the_mixture(kind, base):
     """Chi-square at the 0.1 % level, after wrapping, rings of different fill."""
     sampler = jaxbuf.Recent(ratio=0.4, steps=3, base=base)
