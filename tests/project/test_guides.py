@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxbuf
+import jaxbuf.testing
 from jaxbuf.interop import flashbax
 
 ROOT = Path(__file__).parents[2]
