@@ -36,6 +36,11 @@ def rows(options: Options) -> list[Row]:
     """The row, if it is wanted."""
     if not any(options.wants(NAME, operation) for operation in OPERATIONS):
         return []
+    return [row(options)]
+
+
+def row(options: Options) -> Row:
+    """The row."""
     title = (
         f"{WORKLOAD.capacity:,} CartPole transitions, full; add {WORKLOAD.add_size}, sample and "
         f"update {WORKLOAD.sample_size}; against calls that do nothing"
@@ -46,7 +51,7 @@ def rows(options: Options) -> list[Row]:
         "own-jit": lambda: CallsContestant(options, "own-jit"),
         "jaxbuf": lambda: CallsContestant(options, "jaxbuf"),
     }
-    return [Row(NAME, title, OPERATIONS, builders, reference="empty")]
+    return Row(NAME, title, OPERATIONS, builders, reference="empty")
 
 
 class CallsContestant:

@@ -272,7 +272,9 @@ def check_options(
     function = _methods(type(buffer)).get(method)
     if function is None or hasattr(function, "remedy") or jax.tree_util.all_leaves([buffer]):
         raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
-    parameters = _parameters(function) if options else {}
+    if not options:
+        return function
+    parameters = _parameters(function)
     # A method with ``**options`` takes any, and checks them itself.
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function

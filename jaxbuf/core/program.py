@@ -161,10 +161,9 @@ class Program:
 
     def _run(self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool) -> Any:
         values = args[1:] if self.is_method else args
-        arguments = dict(zip(self.names, values, strict=False))
-        if len(values) > len(self.names) or not arguments.keys().isdisjoint(options):
+        arguments = dict(zip(self.names, values, strict=False)) | options
+        if len(arguments) < len(values) + len(options):
             return self.function(*args, **options)  # Python says what is wrong.
-        arguments |= options
         if "before" in self.about:
             arguments = self.about["before"](first, arguments)
         traced: dict[str, Any] = {}
