@@ -86,15 +86,15 @@ def placed(tree: Any, where: jax.sharding.Sharding) -> Any:
     )
 
 
-def lowered(
+def compiled(
     job: Job,
     library: str,
     operation: str,
     place: Place,
     cycle: Callable[[Binding], Callable[..., Any]],
     length: int,
-) -> jax.stages.Lowered | None:
-    """Traces an operation of a library, as it is when it is called from Python.
+) -> tuple[Any, float] | None:
+    """Traces and compiles an operation of a library anew, as it is when it is called from Python.
 
     Args:
         job: What the buffer is to do.
@@ -105,8 +105,11 @@ def lowered(
         length: The number of steps of that scan.
 
     Returns:
-        The program to compile; None if the library lacks the operation.
+        The program, and the seconds of the CPU that it took; None if the library lacks the
+        operation.
     """
+    jax.clear_caches()
+    began = time.process_time()
     if library not in job.binds:
         return None
     workload, binding = job.workload, job.binds[library](job.workload)
@@ -144,29 +147,8 @@ def lowered(
         arguments = jax.tree.map(
             lambda leaf: leaf.update(shape=(job.seeds, *leaf.shape)), arguments
         )
-    return jax.jit(function, donate_argnums=None if operation == "sample" else 0).lower(*arguments)
-
-
-def compiled(
-    job: Job,
-    library: str,
-    operation: str,
-    place: Place,
-    cycle: Callable[[Binding], Callable[..., Any]],
-    length: int,
-) -> tuple[Any, float] | None:
-    """Traces and compiles an operation of a library anew, by the arguments of `lowered`.
-
-    Returns:
-        The program, and the seconds of the CPU that it took; None if the library lacks the
-        operation.
-    """
-    jax.clear_caches()
-    began = time.process_time()
-    traced = lowered(job, library, operation, place, cycle, length)
-    if traced is None:
-        return None
-    return traced.compile(), time.process_time() - began
+    jitted = jax.jit(function, donate_argnums=None if operation == "sample" else 0)
+    return jitted.lower(*arguments).compile(), time.process_time() - began
 
 
 def chosen(jobs: Sequence[Job], only: str) -> list[tuple[Job, str]]:

@@ -14,14 +14,13 @@ from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.buffer import Share, as_buffer, check_options
 from jaxbuf.core import checks, native, storage
 from jaxbuf.core.describe import Described
+from jaxbuf.core.numbers import TINY
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
-
-_TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Sample(Described):
@@ -224,7 +223,7 @@ def _weights(
         ratio = probability / (lax.pmin(least, axes) if axes else least)
     elif normalize == "buffer":
         least = buffer.support().least_probability
-        ratio = probability / jnp.maximum(least, _TINY)
+        ratio = probability / jnp.maximum(least, TINY)
     else:
         count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
         ratio = probability * count.astype(jnp.float32)
@@ -241,7 +240,7 @@ def _drawn(
     that the largest weight would be infinite.
     """
     valid = valid & (probability > 0)
-    return jnp.where(valid, jnp.maximum(probability, _TINY), 1.0), valid
+    return jnp.where(valid, jnp.maximum(probability, TINY), 1.0), valid
 
 
 def _counts_of(
@@ -264,7 +263,7 @@ def _counts_of(
         # A part without items gives no rows.
         counts.append(jnp.maximum(jnp.asarray(count).astype(jnp.float32), 1.0))
         drawn = (least > 0) & (fraction > 0)
-        least = jnp.maximum(least, _TINY)
+        least = jnp.maximum(least, TINY)
         products.append(jnp.where(drawn, least * counts[-1], most))
     lightest = jnp.min(jnp.stack(products)) if normalize == "buffer" else jnp.float32(1)
     return jnp.stack(counts), lightest

@@ -12,6 +12,9 @@ from jaxtyping import Array, Int, PyTree
 from jaxbuf.core import checks, trees
 from jaxbuf.core.types import Dtype
 
+# The least normal float32, such as the least mass: what is smaller may count as zero.
+TINY = float(np.finfo(np.float32).tiny)
+
 # NumPy makes numbers of 64 bits where nobody has asked for them, so they count as those of 32 bits.
 _HALF: dict[Dtype, Dtype] = {
     np.dtype(wide): np.dtype(half)
@@ -200,7 +203,7 @@ def settled(tree: PyTree) -> PyTree | None:
     """Returns a pytree with copies of its NumPy arrays, or None if ``narrow`` may change others.
 
     Most calls from Python come here with arrays alone, and in a loop that does other things each
-    look at one of them counts.
+    look at one of them counts. So what ``_may_change`` asks stands here in line.
     """
     leaves, treedef = jax.tree.flatten(tree)
     copied = False

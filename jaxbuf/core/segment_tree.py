@@ -33,6 +33,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num, PyTree
 
 from jaxbuf.core import native
+from jaxbuf.core.numbers import TINY
 from jaxbuf.core.order import in_halves
 from jaxbuf.core.problems import Checked, differing, first_wrong
 from jaxbuf.core.types import Function
@@ -45,7 +46,7 @@ _INFINITY = 0x7F800000
 # Options of reads and writes whose indices are never out of range.
 _INSIDE: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 # The sums of a wide block may be rounded in any order.
-_ROUNDING, _TINY = 1e-5, float(np.finfo(np.float32).tiny)
+_ROUNDING = 1e-5
 
 Tree = TypeVar("Tree")
 Op = Literal["sum", "min", "max", "min_positive"]
@@ -726,7 +727,7 @@ def _set_again(tree: SegmentTree) -> SegmentTree:
     def rounded(ours: Int[Array, "..."], theirs: Int[Array, "..."]) -> Int[Array, "..."]:
         have, want = _floats(ours), _floats(theirs)
         # The bits of counts are those of smaller floats.
-        return jnp.where((want >= _TINY) & (abs(have - want) <= _ROUNDING * want), ours, theirs)
+        return jnp.where((want >= TINY) & (abs(have - want) <= _ROUNDING * want), ours, theirs)
 
     return again if tree.width == NARROW else jax.tree.map(rounded, tree, again)
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from jaxbuf.core import checks, native
 from jaxbuf.core.hyperparameters import is_fixed
+from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
@@ -35,8 +36,7 @@ from jaxbuf.strategies.mass import (
 )
 from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets, share
 
-# Masses are clipped to these bounds, so that a sum of 2**27 of them cannot overflow.
-_LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
+# Masses are from ``TINY`` to this bound, so that a sum of 2**27 of them cannot overflow.
 _LARGEST_MASS = 2.0**96
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 # Above this many slots a second random word refines every draw.
@@ -288,7 +288,7 @@ class Prioritized(ShardableSampler):
             is_positive = self.alpha > 0
             base = power(mass, 1.0 / jnp.where(is_positive, self.alpha, 1.0))
             # The mass may be one of another alpha, and its priority under this one none that fits.
-            base = jnp.where(is_positive, jnp.clip(base, _LEAST_MASS, _LARGEST), 1.0)
+            base = jnp.where(is_positive, jnp.clip(base, TINY, _LARGEST), 1.0)
         else:
             base = mass if self.alpha == 1.0 else power(mass, jnp.float32(1.0 / self.alpha))
         return jnp.where(mass > 0, jnp.maximum(base - jnp.float32(self.epsilon), 0.0), 0.0)
@@ -373,7 +373,7 @@ def _base(
     # By its bits, since a comparison of numbers may take the smallest ones for zeros. Negative
     # ones are refused elsewhere, and must not make a NaN here: ``jax_debug_nans`` would raise.
     positive = lax.bitcast_convert_type(priority, jnp.int32) > 0
-    least = jnp.maximum(priority, jnp.float32(_LEAST_MASS))
+    least = jnp.maximum(priority, jnp.float32(TINY))
     base = jnp.where(positive, least, jnp.zeros_like(priority)) + epsilon
     return base, is_priority(priority)
 
@@ -381,7 +381,7 @@ def _base(
 @native.kernel("mass_within")
 def _within(mass: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns the mass within the bounds of masses, 0 where the base is 0."""
-    mass = jnp.clip(mass, jnp.float32(_LEAST_MASS), jnp.float32(_LARGEST_MASS))
+    mass = jnp.clip(mass, jnp.float32(TINY), jnp.float32(_LARGEST_MASS))
     return jnp.where(base > 0, mass, jnp.zeros_like(mass))
 
 
@@ -393,7 +393,7 @@ def _share(
     uniform: Float[Array, ""],
 ) -> Float[Array, "..."]:
     """Returns the share of a mass in the total, not 0 if it has mass; uniform without a total."""
-    least = jnp.where(mass > 0, jnp.float32(_LEAST_MASS), jnp.zeros_like(mass))
+    least = jnp.where(mass > 0, jnp.float32(TINY), jnp.zeros_like(mass))
     return jnp.where(total > 0, jnp.maximum(share, least), uniform)
 
 

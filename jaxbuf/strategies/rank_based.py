@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from jaxbuf.core import checks, sizes, sorting
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.hyperparameters import at_most
+from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
@@ -27,8 +28,6 @@ from jaxbuf.occupancy.ranking import score_metrics, to_rank
 from jaxbuf.strategies.mass import change, draw_distinct, effective_size, is_priority, over, points
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
-
-_LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 
 
 class RankState(struct.PyTreeNode):
@@ -247,7 +246,7 @@ class RankBased(KnownSampler):
         # A larger exponent gives the same masses, but does not fit a float32.
         exponent = jnp.float32(-at_most(self.alpha, 1e30))
         mass = jnp.power(rank.astype(jnp.float32), exponent)
-        return jnp.maximum(mass, jnp.float32(_LEAST_MASS))
+        return jnp.maximum(mass, jnp.float32(TINY))
 
     @property
     def sequential(self) -> bool:

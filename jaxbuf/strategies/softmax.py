@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sorting
 from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.numbers import TINY
 from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
@@ -32,7 +33,6 @@ from jaxbuf.strategies.mass import (
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets
 
-_TINY = float(jnp.finfo(jnp.float32).tiny)
 # The largest distance, in units of the temperature, of the largest score from the reference of the
 # masses; beyond it masses are recomputed. Given the range of float32, masses down to exp(-67) times
 # the largest one can then be distinguished from zero.
@@ -109,7 +109,7 @@ class Softmax(ShardableSampler):
     fallback: bool = False
 
     uses_score = True
-    varies: ClassVar[dict[str, tuple[float, float]]] = {"temperature": (_TINY, math.inf)}
+    varies: ClassVar[dict[str, tuple[float, float]]] = {"temperature": (TINY, math.inf)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,7 +233,7 @@ class Softmax(ShardableSampler):
         total = self._total(summaries)
         scale = self._scale(summaries.reference, summaries)
         least = least_positive(summaries.least * scale)
-        least = jnp.maximum(over(least, total), _TINY)
+        least = jnp.maximum(over(least, total), TINY)
         # Next to the largest score of all shards, the masses of a whole shard may vanish.
         has_mass = summaries.total * scale > 0
         count = jnp.sum(jnp.where(has_mass, summaries.nnz, 0), axis=0, dtype=jnp.int32)
@@ -278,7 +278,7 @@ class Softmax(ShardableSampler):
             return support
         count = jnp.sum(state.scores.leaves > -jnp.inf, dtype=jnp.int32)
         light = (count > state.masses.nnz) & (support.count > 0)
-        return Support(count, jnp.where(light, _TINY, support.least_probability))
+        return Support(count, jnp.where(light, TINY, support.least_probability))
 
     def metrics(self, state: SoftmaxState, occupancy: Occupancy) -> dict[str, Array]:
         """Returns statistics of the scores of live items, and an effective size.
@@ -327,7 +327,7 @@ class Softmax(ShardableSampler):
         finite = jnp.isfinite(reference)
         exponent = (score - jnp.where(finite, reference, 0.0)) / jnp.float32(self.temperature)
         mass = jnp.exp(jnp.minimum(exponent, 2 * _DRIFT))
-        mass = jnp.where(mass >= _TINY, mass, 0.0)
+        mass = jnp.where(mass >= TINY, mass, 0.0)
         equal = (score == reference) & (reference > 0)
         return jnp.where(finite, mass, equal.astype(jnp.float32))
 
@@ -348,7 +348,7 @@ class Softmax(ShardableSampler):
         """Returns the probability of masses that are relative to a reference."""
         total = self._total(summaries)
         share = over(self._scale(reference, summaries), total)
-        return jnp.maximum(mass * share, jnp.float32(_TINY))
+        return jnp.maximum(mass * share, jnp.float32(TINY))
 
     def _without_replacement(
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
@@ -390,4 +390,4 @@ def _check_temperature(name: str, value: object) -> float:
         ValueError: If it is not a finite number above 0.
     """
     expected = "a finite number above 0"
-    return checks.check_number(name, value, expected, lambda x: _TINY <= x < math.inf)
+    return checks.check_number(name, value, expected, lambda x: TINY <= x < math.inf)

@@ -10,13 +10,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
 from jaxbuf.core.hyperparameters import at_most
+from jaxbuf.core.numbers import TINY
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, effective_size, over
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, support_of
-
-_LEAST_MASS = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Visits(struct.PyTreeNode):
@@ -168,5 +167,5 @@ class Staleness(KnownSampler):
         largest = jnp.max(age)
         # A larger exponent gives the same masses, but does not fit a float32.
         mass = jnp.power(over(age, largest), jnp.float32(at_most(self.alpha, 1e30)))
-        mass = jnp.where(age > 0, jnp.maximum(mass, jnp.float32(_LEAST_MASS)), 0.0)
+        mass = jnp.where(age > 0, jnp.maximum(mass, jnp.float32(TINY)), 0.0)
         return jnp.where(largest > 0, mass, live.astype(jnp.float32))
