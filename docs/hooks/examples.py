@@ -3,7 +3,9 @@
 Operations have their docstrings where they are declared: methods that override them, and the
 functions of ``jaxbuf``, get them at run time.
 
-The page of a class begins with the methods that everyone uses, also where these are inherited.
+The page of a class begins with the methods that everyone uses, also where these are inherited, and
+leaves out operations that it inherits but does not have: those of a ``TrajectoryBuffer`` are
+declared for all buffers.
 
 The parser knows ``Examples:``, not ``Example:``, and takes prompts outside of such a section for
 prose.
@@ -23,12 +25,11 @@ class Examples(Extension):
     """Changes docstrings as they are read, and the order of members once all are known."""
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
-        """Puts the members that are used first before all others."""
-        for room in ("buffers", "wrappers", "accumulators"):
-            for module in _modules(pkg[room]):
-                for kind in module.classes.values():
-                    if not kind.is_alias:
-                        _put_first(kind)
+        """Gives each class the members of its bases, in the order of its page."""
+        for module in _modules(pkg):
+            for kind in module.classes.values():
+                if not kind.is_alias:
+                    _arrange(kind)
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Rewrites the docstring of one class, function or module."""
@@ -47,15 +48,19 @@ class Examples(Extension):
 
 def _modules(module: Any) -> list[Any]:
     """Returns a module and all modules below it."""
-    return [module, *(one for child in module.modules.values() for one in _modules(child))]
+    below = [child for child in module.modules.values() if not child.is_alias]
+    return [module, *(one for child in below for one in _modules(child))]
 
 
-def _put_first(kind: Any) -> None:
-    """Orders the members of a class: the ones used first, its own, and inherited ones."""
-    inherited = {
-        name: Alias(name, member.final_target, parent=kind)
-        for name, member in kind.inherited_members.items()
-    }
-    members = {**kind.members, **inherited}
+def _arrange(kind: Any) -> None:
+    """Orders the members of a class: those used first, other methods, and attributes."""
+    bases = {base.name for base in kind.mro()}
+    members = dict(kind.members)
+    for name, member in kind.inherited_members.items():
+        target = member.final_target
+        # A class that holds items overrides each operation that it has.
+        if not ("Body" in bases and target.parent.name == "SlottedBuffer"):
+            members[name] = Alias(name, target, parent=kind)
     first = {name: members[name] for name in FIRST if name in members}
-    kind.members = first | members
+    methods = {name: member for name, member in members.items() if member.is_function}
+    kind.members = first | methods | members

@@ -85,6 +85,10 @@ def test_pages_of_classes_begin_with_what_is_used_first(site):
     for name in ("ItemBuffer", "TrajectoryBuffer", "Mixture", "Sharded", "Hosted"):
         members = re.findall(rf'<h3 id="jaxbuf\.{name}\.(\w+)"', text)
         assert members[:4] == ["create", "add", "sample", "update_priority"], name
+        # What a class inherits but does not have is not on its page.
+        assert ("locate" in members) == (name != "ItemBuffer"), name
+        assert ("insert" in members) == (name != "TrajectoryBuffer"), name
+        assert not {"route", "shares"} & {*members}, name
 
 
 def test_nothing_is_loaded_from_another_host(site):
