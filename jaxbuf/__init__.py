@@ -84,7 +84,7 @@ from jaxbuf.wrappers.hosted import Hosted
 from jaxbuf.wrappers.mixture import Mixture
 from jaxbuf.wrappers.sharded.sharded import Sharded
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Advantages",
