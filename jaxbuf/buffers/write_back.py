@@ -104,7 +104,7 @@ def map_field(
             lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, start, 0), field, new
         )
         if notified:
-            items = jax.tree.map(batch_of, lax.stop_gradient(fields.replace(data, path, field)))
+            items = jax.tree.map(batch_of, fields.replace(data, path, field))
             states = notify_of_write(buffer, states, jnp.where(mask, row, size), items, path)
         return field, states
 

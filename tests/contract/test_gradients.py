@@ -34,7 +34,7 @@ def depending(function, buffer, sample, parameter, key):
     else:
         names = {"data", "sampler_state"} & vars(buffer).keys()
         buffer = buffer.replace(**{name: scaled(getattr(buffer, name)) for name in names})
-    sample = sample.replace(data=scaled(sample.data))
+    sample = sample.replace(data=scaled(sample.data), probability=scaled(sample.probability))
     return function(buffer, sample, parameter, key)
 
 

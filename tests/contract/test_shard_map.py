@@ -29,6 +29,9 @@ RUN = [
     ("queue", "take"),
 ]
 
+# Some whose arguments may vary where the buffer does not.
+CHANGES = [(what, "buffer") for what in ("update_priority", "update_score", "set_field")]
+
 
 def on_every_device(function, mesh):
     """``function`` of trees whose leaves have an axis of devices in front."""
@@ -60,12 +63,17 @@ def test_every_operation_passes_the_checks_and_uses_no_key_twice(name, what):
     chex.assert_trees_all_equal_shapes_and_dtypes(out, alone)
 
 
-SAMPLING = [case for case in operations.CASES if case[1].startswith("sample")]
+SHARED = [
+    (*case, shared)
+    for case in operations.CASES
+    for shared in ("buffer", "key")
+    if case[1].startswith("sample") or (case[1], shared) in CHANGES
+]
 
 
-@pytest.mark.parametrize("shared", ["buffer", "key"])
-@pytest.mark.parametrize(("name", "what"), SAMPLING)
+@pytest.mark.parametrize(("name", "what", "shared"), SHARED)
 def test_devices_may_share_the_buffer_or_the_key(name, what, shared):
+    """What each changes in the buffer that they share makes one of its own."""
     _, function = operations.OPERATIONS[what]
     buffer, sample = operations.abstract(name)
     key = jax.random.key(0)
@@ -75,8 +83,8 @@ def test_devices_may_share_the_buffer_or_the_key(name, what, shared):
         own = jax.random.fold_in(key, number[0])
         if shared == "key":
             mine, own = vary_with(mine, number), key
-        drawn = function(*mine, jnp.float32(1), own)
-        return jax.tree.map(lambda leaf: leaf[None], drawn)
+        out = function(*mine, vary_with(jnp.float32(1), number), own)
+        return jax.tree.map(lambda leaf: vary_with(leaf, number)[None], out)
 
     spec = PartitionSpec(AXIS)
     mesh = AbstractMesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))

@@ -80,6 +80,13 @@ def test_draws_have_the_law(by, stratified):
         )
 
 
+def test_only_strata_draw_every_item_as_often_as_any_other():
+    for stratified in (True, False):
+        buffer = filled(np.arange(64.0), alpha=0.0, stratified=stratified)
+        drawn = {*buffer.sample(KEY, 64).slots.index.tolist()}
+        assert (len(drawn) == 64) == stratified
+
+
 def test_draws_without_replacement_have_the_law_of_successive_draws():
     values = (0.5, 2.0, 9.0, 1.0)
     buffer = filled(values, alpha=1.0, replacement=False)
