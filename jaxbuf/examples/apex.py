@@ -127,9 +127,8 @@ class Agent:
         items["next_obs"] = jnp.take_along_axis(window["next_obs"], last, axis=1)
         items |= {"reward": returns.reward, "discount": returns.discount}
         items = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
-        mask = items.pop("mask")
         priority = jnp.abs(self.td_error(params, params, items))
-        return {"items": items, "mask": mask, "priority": priority}
+        return {"mask": items.pop("mask"), "items": items, "priority": priority}
 
     def td_error(self, params: PyTree, target_params: PyTree, items: PyTree) -> Float[Array, " B"]:
         """Returns value minus n-step target; ``params`` choose the next action (double DQN)."""
@@ -140,14 +139,12 @@ class Agent:
         return value - jax.lax.stop_gradient(items["reward"] + items["discount"] * next_value)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def learn(
-        self, learner: Learner, items: PyTree, weights: Array
-    ) -> tuple[Learner, Array, Array]:
+    def learn(self, learner: Learner, items: PyTree, weight: Array) -> tuple[Learner, Array, Array]:
         """Updates the network and its target once; also returns the new priorities and the loss."""
 
         def loss_fn(params: PyTree) -> tuple[Array, Array]:
             error = self.td_error(params, learner.target_params, items)
-            return 0.5 * jnp.mean(weights * error**2), error
+            return 0.5 * jnp.mean(weight * error**2), error
 
         (loss, error), grads = jax.value_and_grad(loss_fn, has_aux=True)(learner.params)
         updates, opt_state = self.optimizer.update(grads, learner.opt_state)
@@ -199,8 +196,7 @@ def train(run: _run.Run[Config]) -> None:
     rows, returns, *mailboxes = (SPAWN.Queue(2 * count), *(SPAWN.Queue() for _ in range(count + 1)))
     params = jax.device_get(saved["learner"].params)
     args = [(config, i, int(seeds[i]), params, (rows, returns, mailboxes[i])) for i in range(count)]
-    make = functools.partial(SPAWN.Process, target=act, daemon=True)
-    actors = [make(name=f"actor {i}", args=args[i]) for i in range(count)]
+    actors = [SPAWN.Process(None, act, f"actor {i}", args[i], daemon=True) for i in range(count)]
 
     def chunk(saved: dict[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree], str]:
         learner, losses = saved["learner"], []
@@ -232,8 +228,7 @@ def train(run: _run.Run[Config]) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         with jaxbuf.Holder(saved["buffer"], limiter=saved["limiter"]) as holder:
             jaxbuf.feed(holder, rows, actors)
-            span: Any = {"done": done, "until": config.steps, "size": agent.length}
-            saved, seconds = run.train(saved, chunk, **span)
+            saved, took = run.train(saved, chunk, done=done, until=config.steps, size=agent.length)
     except jaxbuf.Stopped as stopped:
         sys.exit(f"error: {stopped.__cause__}; go on from the last checkpoint with --resume")
     finally:
@@ -241,10 +236,9 @@ def train(run: _run.Run[Config]) -> None:
             actor.terminate()
             actor.join()
             mailbox.cancel_join_thread()  # this process can end before it is empty
-    learner, test_envs = saved["learner"], make_envs(config.env, 32)
-    act_greedily = functools.partial(agent.act, learner.params, epsilon=0.0, key=learner.keys[0])
-    greedy = play(test_envs, lambda obs: act_greedily(obs=obs), config.seed)
-    run.report_returns("Ape-X DQN", greedy[None], seconds, agent.length)
+    envs, params, key = make_envs(config.env, 32), saved["learner"].params, jax.random.key(0)
+    greedy = play(envs, lambda obs: agent.act(params, obs, 0.0, key), config.seed)
+    run.report_returns("Ape-X DQN", greedy[None], took, agent.length)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
