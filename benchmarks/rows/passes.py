@@ -164,7 +164,8 @@ class RingsContestant:
                 sequence_length=WINDOW,
                 episodes=None if name == "plain" else jaxbuf.Episodes(boundary=boundary),
             )
-            self._add, self._leaf = jaxbuf.add, lambda state: state.data["obs"]
+            self._add = jaxbuf.add
+            self._leaf = lambda state: state.data["obs"].reshape(NUM_RINGS, length, -1)
         # Episodes end at different times in different rings.
         self._turns = [
             jax.device_put(
