@@ -273,7 +273,7 @@ class SegmentTree(Checked, struct.PyTreeNode):
                 node = block * width + lane
                 inside = (node >= begin) & (node < end)
                 exists = jnp.minimum(block, level.blocks - 1)[None]
-                values = _rows(self.nodes, level, exists)[row if level.number else 0][0]
+                values = _row_of(self.nodes, level, exists, row if level.number else 0)[0]
                 if width != NARROW and level.number:
                     values = _REDUCTIONS[name].bits(values)
                 parts.append(jnp.where(inside, values, neutral))
@@ -530,6 +530,14 @@ def _rows(nodes: Nodes, level: Level, block: Int[Array, " B"] | None = None) -> 
     return _rows_of(blocks, level.rows)
 
 
+def _row_of(nodes: Nodes, level: Level, block: Int[Array, " B"], row: int) -> Num[Array, "B W"]:
+    """Returns one row of some blocks of a level."""
+    if isinstance(nodes, tuple):
+        return nodes[level.number][row].at[block].get(**_INSIDE)
+    start = level.start + block * level.stride + row * NARROW
+    return jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (NARROW,)))(start)
+
+
 def _write(
     nodes: Nodes, level: Level, node: Int[Array, " B"], values: Sequence[Num[Array, " B"]]
 ) -> Nodes:
@@ -642,7 +650,7 @@ def _find_plainly(
     # What is past the end of the tree stays past the end of every node.
     residual = jnp.where(prefix >= total, jnp.inf, prefix)
     for level in reversed(up):
-        masses = _floats(_rows(nodes, level, node)[row if level.number else 0]).T
+        masses = _floats(_row_of(nodes, level, node, row if level.number else 0)).T
         sums = _sums(masses)
         if refine is not None and level.number == (len(up) - 2) // 2:
             residual = _refine(sums[-1], residual, refine)
@@ -682,11 +690,31 @@ def _choose(
     limit = sums[-1] * jnp.float32(_BELOW)
     residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)
     positive = masses > 0
+    if len(masses) == NARROW:
+        return _in_turn(masses, sums, residual)
     first = jnp.min(jnp.where(positive & (residual[None] < sums), lane, len(masses)), axis=0)
     last = jnp.max(jnp.where(positive, lane, 0), axis=0)
     child = jnp.minimum(first, last)
     before = jnp.max(jnp.where(positive & (lane < child[None]), sums, 0.0), axis=0)
     mass = jnp.max(jnp.where(lane == child[None], masses, 0.0), axis=0)
+    return child, residual - before, mass
+
+
+def _in_turn(
+    masses: Float[Array, "W B"], sums: Float[Array, "W B"], residual: Float[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+    """Returns what ``_choose`` does, in one pass over the lanes: on a CPU a third of the time."""
+    child = jnp.zeros_like(residual, jnp.int32)
+    before = end = mass = jnp.zeros_like(residual)
+    passed = jnp.ones_like(residual, bool)
+    for lane in range(len(masses)):
+        reached = passed & (masses[lane] > 0)
+        child, before, mass = (
+            jnp.where(reached, new, old)
+            for new, old in ((jnp.int32(lane), child), (end, before), (masses[lane], mass))
+        )
+        end = jnp.where(reached, sums[lane], end)
+        passed = passed & ~(reached & (residual < sums[lane]))
     return child, residual - before, mass
 
 
