@@ -73,7 +73,7 @@ SHARED = [
 
 @pytest.mark.parametrize(("name", "what", "shared"), SHARED)
 def test_devices_may_share_the_buffer_or_the_key(name, what, shared):
-    """What each changes in the buffer that they share makes one of its own."""
+    """Once a device changes the buffer that they share, it has one of its own."""
     _, function = operations.OPERATIONS[what]
     buffer, sample = operations.abstract(name)
     key = jax.random.key(0)
