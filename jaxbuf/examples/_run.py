@@ -197,7 +197,7 @@ class Run(Generic[Config]):
             print(
                 f"time: {seconds[0]:.1f} s for the first {size * seeds:,} steps, in which programs "
                 f"are compiled, {sum(measured):.1f} s for the others, whose steps/s these are, and "
-                f"{others:.1f} s before and after, for greedy episodes and else"
+                f"{others:.1f} s before and after, for greedy episodes and setting up"
             )
 
 
