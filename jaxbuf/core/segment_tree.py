@@ -706,15 +706,15 @@ def _in_turn(
     """Returns what ``_choose`` does, in one pass over the lanes: on a CPU a third of the time."""
     child = jnp.zeros_like(residual, jnp.int32)
     before = end = mass = jnp.zeros_like(residual)
-    passed = jnp.ones_like(residual, bool)
+    searching = jnp.ones_like(residual, bool)
     for lane in range(len(masses)):
-        reached = passed & (masses[lane] > 0)
+        reached = searching & (masses[lane] > 0)
         child, before, mass = (
             jnp.where(reached, new, old)
             for new, old in ((jnp.int32(lane), child), (end, before), (masses[lane], mass))
         )
         end = jnp.where(reached, sums[lane], end)
-        passed = passed & ~(reached & (residual < sums[lane]))
+        searching = searching & ~(reached & (residual < sums[lane]))
     return child, residual - before, mass
 
 
