@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
+
 ROOT = Path(__file__).parent.parent.parent
 ORDER = [
     "quickstart",
@@ -18,15 +20,18 @@ ORDER = [
 ]
 
 
-# Draws diagrams, which the notebooks have none of, by code of another host.
-MERMAID = re.compile(
-    r'<script type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>', re.DOTALL
+# Scripts of other hosts, which draw diagrams and formulas; the notebooks have none of these.
+FOREIGN = re.compile(
+    r"<script(?: type=\"module\"| data-mkdocs-jupyter-mathjax=)"
+    r"(?:(?!</script>).)*(?:mermaid|mathjax)(?:(?!</script>).)*</script>",
+    re.DOTALL,
 )
 
 
-def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Leave out of a notebook's page what would be loaded from another host."""
-    return MERMAID.sub("", output) if page.file.src_uri.startswith("notebooks/") else output
+@event_priority(-100)  # after the plugin that adds them
+def on_post_page(output: str, **_: Any) -> str:
+    """Leave out of a page what would be loaded from another host."""
+    return FOREIGN.sub("", output)
 
 
 def on_config(config: Any) -> Any:
