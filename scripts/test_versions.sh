@@ -29,7 +29,7 @@ $venv: the installation failed"
     return
   fi
   # A library of the examples may hold jax back, which users of jaxbuf alone do not install.
-  case $venv in *-newest) $install --upgrade jax jaxlib ;; esac
+  case $venv in *-newest) $install --upgrade --no-warn-conflicts jax jaxlib ;; esac
   MPI=0 $run -m pytest -q -n "$JOBS" --dist loadscope $tests >"$log" 2>&1 || failures=$((failures + 1))
   grep -E "^(FAILED|ERROR)" "$log"
   end=$(tail -n 1 "$log")
