@@ -685,13 +685,12 @@ def _choose(
     Returns:
         The child, the residual within it, and its mass.
     """
-    lane = jnp.arange(len(masses), dtype=jnp.int32)[:, None]
     # A rounded residual may equal the node's mass; it is limited to the largest float below it.
     limit = sums[-1] * jnp.float32(_BELOW)
     residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)
-    positive = masses > 0
     if len(masses) == NARROW:
         return _in_turn(masses, sums, residual)
+    lane, positive = jnp.arange(len(masses), dtype=jnp.int32)[:, None], masses > 0
     first = jnp.min(jnp.where(positive & (residual[None] < sums), lane, len(masses)), axis=0)
     last = jnp.max(jnp.where(positive, lane, 0), axis=0)
     child = jnp.minimum(first, last)
@@ -709,11 +708,9 @@ def _in_turn(
     searching = jnp.ones_like(residual, bool)
     for lane in range(len(masses)):
         reached = searching & (masses[lane] > 0)
-        child, before, mass = (
-            jnp.where(reached, new, old)
-            for new, old in ((jnp.int32(lane), child), (end, before), (masses[lane], mass))
-        )
-        end = jnp.where(reached, sums[lane], end)
+        child = jnp.where(reached, lane, child)
+        before, end = jnp.where(reached, end, before), jnp.where(reached, sums[lane], end)
+        mass = jnp.where(reached, masses[lane], mass)
         searching = searching & ~(reached & (residual < sums[lane]))
     return child, residual - before, mass
 
