@@ -59,7 +59,7 @@ def _arrange(kind: Any) -> None:
     for name, member in kind.inherited_members.items():
         target = member.final_target
         # A class that holds items overrides each operation that it has.
-        if not ("Body" in bases and target.parent.name == "SlottedBuffer"):
+        if not ("SampledBuffer" in bases and target.parent.name == "SlottedBuffer"):
             members[name] = Alias(name, target, parent=kind)
     first = {name: members[name] for name in FIRST if name in members}
     methods = {name: member for name, member in members.items() if member.is_function}

@@ -21,15 +21,15 @@ from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Sampler
 
 
-class Created(Buffer):
-    """A buffer that knows the arguments of its ``create``.
+class OwningBuffer(Buffer):
+    """A buffer with items of its own, which knows the arguments of its ``create``.
 
     Attributes:
         data: The storage.
         occupancy: Records which slots are live.
         counters: The numbers of rows added and refused so far, ``[K]`` uint32, which wrap.
         unit: The name of what ``size`` counts.
-        drawn: The name of what a sampler draws.
+        drawn_unit: The name of what a sampler draws.
         extras: The parts of the buffer besides sampler and evictor, in the order in which ``add``
             asks them.
         extra_states: The state of each of the extras.
@@ -41,7 +41,7 @@ class Created(Buffer):
     occupancy: Occupancy
     counters: Any
     unit = "items"
-    drawn = "items"
+    drawn_unit = "items"
     extras: tuple[Part, ...]
     extra_states: tuple[State, ...]
     freshness: Any = None
@@ -119,13 +119,14 @@ class Created(Buffer):
         return self.replace(data=moves.of_rows(self.data, old.data))
 
 
-class Base(Created, Described):
+class SampledBase(OwningBuffer, Described):
     """The fields of a buffer with slots for items, or for windows of steps.
 
     Attributes:
         sampler_state: The state of the sampler.
         sampler: The sampler, which draws items.
-        hyperparameters: The numbers of the sampler that vary, by name; see ``jaxbuf.Varying``.
+        hyperparameters: The varying hyperparameters of the sampler, by name; see
+            ``jaxbuf.Varying``.
     """
 
     data: PyTree[Array]
@@ -175,7 +176,7 @@ class Base(Created, Described):
 
     @property
     def bound_sampler(self) -> Sampler:
-        """The sampler with the present values of its numbers that vary."""
+        """The sampler with the present values of its varying hyperparameters."""
         return bind(self.sampler, lax.stop_gradient(self.hyperparameters))
 
     @property
@@ -209,7 +210,7 @@ class Base(Created, Described):
 _STATES = {"sampler": "sampler_state", "extras": "extra_states", "evictor": "occupancy"}
 
 
-def _keeps(buffer: Base, name: str, new: Any) -> bool:
+def _keeps(buffer: SampledBase, name: str, new: Any) -> bool:
     """Returns whether the new value of a field needs a state that the old one made."""
     if name == "sampler":
         return bool(jax.tree.leaves(jax.eval_shape(lambda: new.init(buffer.occupancy.capacity))))
@@ -219,9 +220,9 @@ def _keeps(buffer: Base, name: str, new: Any) -> bool:
     return True
 
 
-def is_created(node: object) -> bool:
+def owns_items(node: object) -> bool:
     """Returns whether a node of a pytree is a buffer that holds items of its own."""
-    return isinstance(node, Created)
+    return isinstance(node, OwningBuffer)
 
 
 def check_alike(name: str, before: object, after: object) -> None:
@@ -232,8 +233,8 @@ def check_alike(name: str, before: object, after: object) -> None:
     """
 
     def inside(tree: object) -> list[tuple[Any, Any]]:
-        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_created)
-        return [(path, node) for path, node in pairs if is_created(node)]
+        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=owns_items)
+        return [(path, node) for path, node in pairs if owns_items(node)]
 
     for (_, old), (path, new) in zip(inside(before), inside(after), strict=False):
         if has_shapes(old.data):

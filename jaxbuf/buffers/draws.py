@@ -8,18 +8,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.buffers.arguments import check_batch_size, needs_order, needs_priority
-from jaxbuf.buffers.base import Base
+from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import checks, numbers, storage
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, over
-from jaxbuf.strategies.protocols import Draw, KnownSampler
+from jaxbuf.strategies.protocols import Draw, KnownSampler, uniform_probability
 
 
 def check_range(
-    buffer: Base,
+    buffer: SampledBase,
     key: PRNGKeyArray,
     batch_size: int,
     start: Bound,
@@ -53,7 +53,7 @@ def check_range(
 
 
 def draw_range(
-    buffer: Base,
+    buffer: SampledBase,
     key: PRNGKeyArray,
     rows: int,
     bounds: list[Int[Array, ""] | None],
@@ -75,12 +75,12 @@ def draw_range(
         enough = ages.total >= rows
         rank = jnp.where(enough, jnp.sort(spread(words[1:], words[0], ages.total)), row)
         valid = row < ages.total
-    share = 1.0 / jnp.maximum(ages.total, 1).astype(jnp.float32)
-    return Draw(ages.at(rank), jnp.broadcast_to(share, (rows,)), valid)
+    probability = jnp.broadcast_to(uniform_probability(ages.total), (rows,))
+    return Draw(ages.at(rank), probability, valid)
 
 
 def _draw_by_priority(
-    buffer: Base, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
+    buffer: SampledBase, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
 ) -> Draw:
     """Draws rows from a range of ages with probabilities proportional to the sampler's."""
     sampler = buffer.bound_sampler
@@ -113,8 +113,8 @@ def draw_newest(occupancy: Occupancy, n: int) -> Draw:
     if n > ages.most:
         raise ValueError(f"n is {n}, but there is room for {ages.most}")
     index, valid = grid(ages, n)
-    share = 1.0 / jnp.maximum(ages.total, 1).astype(jnp.float32)
-    return Draw(index.reshape(-1), jnp.broadcast_to(share, (index.size,)), valid.reshape(-1))
+    probability = jnp.broadcast_to(uniform_probability(ages.total), (index.size,))
+    return Draw(index.reshape(-1), probability, valid.reshape(-1))
 
 
 def check_draw(draw: object) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:

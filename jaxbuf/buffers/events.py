@@ -1,4 +1,4 @@
-"""Events of buffers, of which they notify their sampler and their parts."""
+"""Calls of the methods by which a buffer notifies its sampler and its parts of events."""
 
 import inspect
 from collections.abc import Callable
@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxbuf.buffers.base import Base
+from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import checks, numbers
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
 
-AnyBuffer = TypeVar("AnyBuffer", bound=Base)
+AnyBuffer = TypeVar("AnyBuffer", bound=SampledBase)
 
 
-def notify(event: Callable[..., State], state: State, *arguments: Any) -> State:
-    """Returns the new state of a sampler or a part, one of whose methods is the ``event``."""
-    return check_state(event, state, event(state, *arguments))
+def notify(method: Callable[..., State], state: State, *arguments: Any) -> State:
+    """Returns the new state that a method of a sampler or a part returns, after a check of it."""
+    return check_state(method, state, method(state, *arguments))
 
 
 def query(method: Callable[..., Any], state: State, *arguments: Any) -> dict[str, Array]:
@@ -30,13 +30,13 @@ def query(method: Callable[..., Any], state: State, *arguments: Any) -> dict[str
     answer = method(state, *arguments)
     if not isinstance(answer, dict):
         raise ValueError(
-            f"{_of_owner(method)} returned {checks.kind_of(answer)}; expected a dict of arrays"
+            f"{_name_of(method)} returned {checks.kind_of(answer)}; expected a dict of arrays"
         )
     return cast("dict[str, Array]", answer)
 
 
-def check_state(event: Callable[..., Any], before: State, after: State) -> State:
-    """Returns the state of a sampler or a part after an event, which is one of its methods.
+def check_state(method: Callable[..., Any], before: State, after: State) -> State:
+    """Returns the new state of a sampler or a part, which one of its methods returned.
 
     Raises:
         ValueError: If it is not like the state before.
@@ -45,19 +45,19 @@ def check_state(event: Callable[..., Any], before: State, after: State) -> State
     if structure != expected:
         returned = "None" if after is None else f"{structure}"
         raise ValueError(
-            f"{_of_owner(event)} returned {returned}; expected a new state, {expected}"
+            f"{_name_of(method)} returned {returned}; expected a new state, {expected}"
         )
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         was, now = numbers.abstract(old, "the state"), numbers.abstract(new, "the state")
         if (was.shape, was.dtype) != (now.shape, now.dtype):
             raise ValueError(
-                f"{_of_owner(event)} returned an array {now.dtype}{list(now.shape)}; expected "
+                f"{_name_of(method)} returned an array {now.dtype}{list(now.shape)}; expected "
                 f"{was.dtype}{list(was.shape)}, as in the state before"
             )
     return after
 
 
-def change(
+def apply_change(
     buffer: AnyBuffer,
     occupancy: Occupancy,
     *,
@@ -65,7 +65,7 @@ def change(
     value: Float[Array, "..."] | None = None,
     removed: Int[Array, "..."] | None = None,
 ) -> AnyBuffer:
-    """Notifies the sampler and the parts that slots were filled and emptied.
+    """Sets the occupancy, and notifies the sampler and the parts of filled and emptied slots.
 
     Args:
         buffer: The buffer, whose parts have been notified of new items already.
@@ -93,10 +93,10 @@ def change(
     )
 
 
-def _of_owner(method: Callable[..., Any]) -> str:
+def _name_of(method: Callable[..., Any]) -> str:
     """Returns the name of a method and the object that it belongs to, for an error."""
     owner = getattr(method, "__self__", None)
-    # A method that was made of another function, such as a lambda, has the name of that one.
-    named = dict(inspect.getmembers(type(owner))).items()
-    names = [name for name, function in named if function is getattr(method, "__func__", method)]
-    return f"{[*names, 'a method'][0]} of {owner}"
+    # Not by ``__name__``, which is that of the function: ``<lambda>`` of a lambda.
+    function = getattr(method, "__func__", method)
+    members = inspect.getmembers(type(owner), lambda member: member is function)
+    return f"{members[0][0] if members else 'a method'} of {owner}"

@@ -1,4 +1,4 @@
-"""Changes of a buffer's sampler: of its numbers that vary, and of the sampler as a whole."""
+"""Changes of a buffer's sampler: of its varying hyperparameters, and of the sampler as a whole."""
 
 from typing import TypeVar
 
@@ -8,13 +8,13 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from jaxbuf.buffers import events
-from jaxbuf.buffers.base import Base
+from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import hyperparameters
 from jaxbuf.core.segment_tree import using_width, width_of
 from jaxbuf.core.types import State
 from jaxbuf.strategies.protocols import Sampler
 
-AnyBuffer = TypeVar("AnyBuffer", bound=Base)
+AnyBuffer = TypeVar("AnyBuffer", bound=SampledBase)
 
 
 def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, Bool[Array, ""]]:
@@ -30,11 +30,11 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
         for name, old in before.items()
     }
     buffer = buffer.replace(hyperparameters=after)
-    if not any(map(listens, buffer.bound_sampler.leaf_samplers)):
+    if not any(map(is_notified, buffer.bound_sampler.leaf_samplers)):
         return buffer, legal
 
     def notify(sampler: Sampler, state: State) -> State:
-        return events.notify(sampler.on_hyperparameters, state) if listens(sampler) else state
+        return events.notify(sampler.on_hyperparameters, state) if is_notified(sampler) else state
 
     old = lax.stop_gradient(buffer.sampler_state)
     new = buffer.bound_sampler.map_state(old, notify)
@@ -101,8 +101,8 @@ def with_sampler(
     return changed, legal
 
 
-def listens(sampler: Sampler) -> bool:
-    """Returns whether a bound sampler is notified when its numbers change."""
+def is_notified(sampler: Sampler) -> bool:
+    """Returns whether a bound sampler is notified when its hyperparameters change."""
     overrides = type(sampler).on_hyperparameters is not Sampler.on_hyperparameters
     return overrides and hyperparameters.varies_now(sampler)
 

@@ -22,9 +22,9 @@ from jaxbuf.buffers.arguments import (
     needs_order,
     needs_priority,
 )
-from jaxbuf.buffers.body import Body, refuse
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import sizes, storage, trees
 from jaxbuf.core.donation import check_readable
@@ -40,7 +40,7 @@ from jaxbuf.strategies.protocols import Evictor, Sampler
 from jaxbuf.strategies.uniform import Uniform
 
 
-class ItemBuffer(Body):
+class ItemBuffer(SampledBuffer):
     """Up to ``capacity`` independent items: transitions, whole padded trajectories, states.
 
     The buffer is a single immutable pytree with static configuration, so it can be passed through
@@ -56,7 +56,8 @@ class ItemBuffer(Body):
             far, in the order of ``counter_names``, ``[K]`` uint32, which wrap.
         extra_states: The state of each of the extras.
         sampler: The sampler, which draws items.
-        hyperparameters: The numbers of the sampler that vary, by name; see ``jaxbuf.Varying``.
+        hyperparameters: The varying hyperparameters of the sampler, by name; see
+            ``jaxbuf.Varying``.
         extras: The parts besides sampler and evictor: limits on freshness, a diversity filter, and
             your own parts.
         evictor: The evictor, which makes room for new items.
@@ -176,20 +177,20 @@ class ItemBuffer(Body):
         session: Int[ArrayLike, " B"] | None = None,
         mask: Bool[ArrayLike, " B"] | None = None,
     ) -> tuple[Self, Slots]:
-        items, rows, value, illegal = self._check(items, priority, score, version, session, mask)
+        items, rows, value, rejected = self._check(items, priority, score, version, session, mask)
         if rows.shape == (0,):
-            none = jnp.zeros((0,), jnp.int32)
-            return self, Slots(none, self.occupancy.generation(none))
+            empty = jnp.zeros((0,), jnp.int32)
+            return self, Slots(empty, self.occupancy.generation(empty))
         counts: dict[str, Array] = {}
-        if illegal:
-            rows = rows.without(refuse(illegal, rows.taken, counts))
-        for part, state in self._parts():
+        if rejected:
+            rows = rows.without(refuse(rejected, rows.taken, counts))
+        for part, state in self._extras_and_states():
             if reasons := events.query(part.refuse, state, rows, self.occupancy):
                 rows = rows.without(refuse(reasons, rows.taken, counts))
         occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
         buffer = self.replace(data=storage.write(self.data, items, index))
         buffer = buffer._notify(lambda part: part.on_add, index, rows)
-        buffer = events.change(buffer, occupancy, added=index, value=value)
+        buffer = events.apply_change(buffer, occupancy, added=index, value=value)
         slots = Slots(index, occupancy.generation(index))
         counts["adds"] = rows.count
         return buffer.replace(counters=self._counted(counts)), slots
@@ -197,7 +198,7 @@ class ItemBuffer(Body):
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key: PRNGKeyArray, batch_size: int
     ) -> Sample:
-        return self._drawn(key, batch_size)
+        return self._draw_batch(key, batch_size)
 
     def clear(self, envs: Envs = None) -> Self:
         if envs is not None:
@@ -247,8 +248,9 @@ class ItemBuffer(Body):
         """Checks the arguments of ``add`` and converts them to arrays.
 
         Returns:
-            The items, the rows for the parts, the priorities or scores for the sampler, and a mask
-            of the rows to reject because of these.
+            The items; the rows for the parts; the priorities or scores for the sampler; and a dict
+            with a mask of the rows to reject because of these, under ``"rejected"``, which is empty
+            if there are none of these.
         """
         items, (count,) = storage.check(self.data, items, "items", ("B",))
         shape = (count,)
@@ -277,8 +279,8 @@ class ItemBuffer(Body):
             version=per_row(version, "version", np.int32),
             session=per_row(session, "session", np.int32),
         )
-        illegal = [] if priority is None else [~self.bound_sampler.accepts(priority)]
-        illegal += [] if rows.score is None else [jnp.isnan(rows.score)]
+        masks = [] if priority is None else [~self.bound_sampler.accepts(priority)]
+        masks += [] if rows.score is None else [jnp.isnan(rows.score)]
         value = rows.score if self.sampler.uses_score else priority
-        rejected = {"rejected": functools.reduce(jnp.logical_or, illegal)} if illegal else {}
+        rejected = {"rejected": functools.reduce(jnp.logical_or, masks)} if masks else {}
         return items, rows, value, rejected

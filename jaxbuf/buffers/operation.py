@@ -1,4 +1,4 @@
-"""Descriptions of operations, which stand beside the signatures and docstrings of these."""
+"""Descriptions of operations, by which wrappers route them and programs compile them."""
 
 import dataclasses
 import functools
@@ -25,10 +25,9 @@ class Operation:
         needs: What a buffer must be able to do; one of its ``abilities``.
         changes: Whether it returns the changed buffer, alone or first of all; else it returns a
             value for each row, or a sample.
-        rows: The argument that says how many rows the sample has that it returns; None if it
-            returns none.
+        rows: The argument that gives the number of rows of the returned sample; None without one.
         by_member: Whether a wrapper of several buffers performs it in each of them, with the slots
-            of its own rows. It overrides other operations, or lacks them.
+            of its own rows. Wrappers override other operations, or lack them.
     """
 
     declared: Function
@@ -53,7 +52,7 @@ class Operation:
 
     @functools.cached_property
     def required(self) -> list[str]:
-        """The names of those among them that must be passed."""
+        """The names of the parameters without a default."""
         return [
             name for name in self.names if self.parameters[name].default is inspect.Parameter.empty
         ]
@@ -70,19 +69,19 @@ class Operation:
             TypeError: If an argument is missing, or one is given that the operation does not take.
         """
         arguments = dict(zip(self.names, args, strict=False)) | options
-        once = len(arguments) == len(args) + len(options)
+        no_duplicates = len(arguments) == len(args) + len(options)
         taken = arguments.keys() <= self.parameters.keys() or "options" in self.parameters
-        if once and taken and arguments.keys() >= {*self.required}:
+        if no_duplicates and taken and arguments.keys() >= {*self.required}:
             return arguments
         try:
             inspect.signature(self.declared).bind(buffer, *args, **options)
         except TypeError as error:
-            door = f"; jaxbuf.{self.name}(buffer, ...) takes it" if "donate" in options else ""
-            raise TypeError(f"{type(buffer).__name__}.{self.name}() {error}{door}") from None
+            hint = f"; jaxbuf.{self.name}(buffer, ...) takes it" if "donate" in options else ""
+            raise TypeError(f"{type(buffer).__name__}.{self.name}() {error}{hint}") from None
         raise AssertionError(self.name)
 
-    def of(self, buffer: Any, arguments: dict[str, Any]) -> Any:
-        """Returns the result of the operation of another buffer, for arguments by name."""
+    def call_on(self, buffer: Any, arguments: dict[str, Any]) -> Any:
+        """Calls the operation on another buffer, with arguments by name."""
         args, options = self.split(arguments)
         return getattr(buffer, self.name)(*args, **options)
 

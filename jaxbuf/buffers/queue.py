@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers.arguments import check_batch_size, check_num_rows
-from jaxbuf.buffers.base import Created
+from jaxbuf.buffers.base import OwningBuffer
 from jaxbuf.buffers.buffer import absent
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.core import counters, sizes, storage, trees
@@ -21,7 +21,7 @@ from jaxbuf.occupancy.ring import QueueRing
 COUNTS = ("adds", "rejected", "taken")
 
 
-class Queue(Created, Described):
+class Queue(OwningBuffer, Described):
     """Up to ``capacity`` items, usually whole trajectories, each of which is consumed once.
 
     Unlike other buffers it evicts nothing: rows that do not fit are refused and counted. ``take``

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.buffers import events
 from jaxbuf.buffers.arguments import check_slots
-from jaxbuf.buffers.base import Base
+from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.bitset import Bitset
@@ -19,7 +19,7 @@ from jaxbuf.occupancy.subset import Subset
 # The number of stale items that retire at a time; each of them costs an update of every tree.
 _ROWS = 256
 
-AnyBuffer = TypeVar("AnyBuffer", bound=Base)
+AnyBuffer = TypeVar("AnyBuffer", bound=SampledBase)
 
 
 def on_use(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> AnyBuffer:
@@ -59,7 +59,7 @@ def lacking(method: str) -> ValueError:
     )
 
 
-def known(buffer: Base, name: str, slots: Slots) -> Int[Array, " B"]:
+def known(buffer: SampledBase, name: str, slots: Slots) -> Int[Array, " B"]:
     """Returns a number that a part keeps for each item, by its name; 0 for stale slots.
 
     Raises:
@@ -130,5 +130,5 @@ def remove(buffer: AnyBuffer, index: Int[Array, " B"]) -> tuple[AnyBuffer, UInt[
     occupancy = before.exclude(index)
     if isinstance(occupancy.inner, ItemOccupancy):
         occupancy = occupancy.replace(inner=occupancy.inner.demote(index))
-    buffer = events.change(buffer, occupancy, removed=index)
+    buffer = events.apply_change(buffer, occupancy, removed=index)
     return buffer, (before.size - occupancy.size).astype(jnp.uint32)

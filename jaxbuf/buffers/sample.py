@@ -205,10 +205,10 @@ def _weights(
 ) -> Float[Array, " B"]:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     probability, valid, beta = lax.stop_gradient((probability, valid, beta))
-    probability, valid = _drawn(probability, valid)
+    probability, valid = _drawable(probability, valid)
     if slots is not None:
         shares = as_buffer(buffer).shares(probability.shape[0])
-        counts, least = _counts_of(shares, normalize)
+        counts, least = _counts_and_smallest(shares, normalize)
         # The share of the part cancels out, so that only the draw within the part counts.
         scale = counts / np.asarray([share.fraction or 1.0 for share in shares], np.float32)
         ends = np.cumsum([share.slots for share in shares[:-1]], dtype=np.int32)
@@ -231,7 +231,7 @@ def _weights(
 
 
 @native.kernel("drawn")
-def _drawn(
+def _drawable(
     probability: Float[Array, " B"], valid: Bool[Array, " B"]
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Returns the probabilities of rows that can be drawn, 1 for others, and a mask of these rows.
@@ -243,12 +243,13 @@ def _drawn(
     return jnp.where(valid, jnp.maximum(probability, TINY), 1.0), valid
 
 
-def _counts_of(
+def _counts_and_smallest(
     shares: list[Share], normalize: Normalize | None
-) -> tuple[Float[Array, " S"], Float[Array, ""]]:
-    """Returns the items of each share, and the least of ``N · P`` if the weights need it, or 1.
+) -> tuple[Float[Array, " P"], Float[Array, ""]]:
+    """Returns ``N`` of each share, and the smallest ``N · P``, which has the largest weight.
 
-    An item that was taken out of a queue counts as one that is drawn uniformly.
+    The latter is 1 unless weights are normalized over the whole buffer. An item that was taken
+    out of a queue counts as one that is drawn uniformly.
     """
     most = jnp.finfo(jnp.float32).max
     counts, products = list[Array](), list[Array]()
@@ -262,11 +263,11 @@ def _counts_of(
             count = buffer.occupancy.size
         # A part without items gives no rows.
         counts.append(jnp.maximum(jnp.asarray(count).astype(jnp.float32), 1.0))
-        drawn = (least > 0) & (fraction > 0)
+        can_be_drawn = (least > 0) & (fraction > 0)
         least = jnp.maximum(least, TINY)
-        products.append(jnp.where(drawn, least * counts[-1], most))
-    lightest = jnp.min(jnp.stack(products)) if normalize == "buffer" else jnp.float32(1)
-    return jnp.stack(counts), lightest
+        products.append(jnp.where(can_be_drawn, least * counts[-1], most))
+    smallest = jnp.min(jnp.stack(products)) if normalize == "buffer" else jnp.float32(1)
+    return jnp.stack(counts), smallest
 
 
 def check_sample(name: str, sample: object) -> None:

@@ -979,7 +979,7 @@ class SlottedBuffer(Buffer):
               ``retired_used`` and ``retired_stale``, and ``use_max``, ``use_mean``,
               ``staleness_max`` and ``staleness_mean`` of the live items.
             * With ``Episodes(boundary="avoid")``, the count ``refused_across_episodes`` of windows.
-            * The numbers of the sampler that vary (see ``Varying``), by their names in
+            * The varying hyperparameters of the sampler (see ``Varying``), by their names in
               ``hyperparameters``; weights one by one, as ``weights[0]`` and so on.
             * The reasons and metrics of your own parts.
         """

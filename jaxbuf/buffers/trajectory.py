@@ -29,9 +29,9 @@ from jaxbuf.buffers.arguments import (
     needs_priority,
     per_step,
 )
-from jaxbuf.buffers.body import Body, refuse
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Sample, Steps
+from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
 from jaxbuf.core.division import quotient, remainder
@@ -49,7 +49,7 @@ from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.uniform import Uniform
 
 
-class TrajectoryBuffer(Body):
+class TrajectoryBuffer(SampledBuffer):
     """The last ``length`` steps of each of ``num_envs`` environments.
 
     Every environment has its own ring with its own write position, so that steps of any environment
@@ -70,7 +70,8 @@ class TrajectoryBuffer(Body):
             the order of ``counter_names``, ``[K]`` uint32, which wrap.
         extra_states: The state of each of the extras.
         sampler: The sampler, which draws windows.
-        hyperparameters: The numbers of the sampler that vary, by name; see ``jaxbuf.Varying``.
+        hyperparameters: The varying hyperparameters of the sampler, by name; see
+            ``jaxbuf.Varying``.
         extras: The parts besides the sampler: an index of episodes, limits on freshness, and your
             own parts.
 
@@ -87,7 +88,7 @@ class TrajectoryBuffer(Body):
     occupancy: Rings | Subset  # pyright: ignore[reportIncompatibleVariableOverride]
 
     unit = "steps"
-    drawn = "windows"
+    drawn_unit = "windows"
 
     @classmethod
     @sizes.allocating("what the buffer keeps of its steps")
@@ -172,12 +173,12 @@ class TrajectoryBuffer(Body):
     @property
     def episodes(self) -> Episodes | None:
         """The configuration of the index of episodes; None without ``Episodes``."""
-        return self._find(Episodes)[0]
+        return self._find_extra(Episodes)[0]
 
     @property
     def episode_index(self) -> EpisodeIndex | None:
         """The index of episodes; None without ``Episodes``."""
-        return self._find(Episodes)[1] if self.episodes else None
+        return self._find_extra(Episodes)[1] if self.episodes else None
 
     @property
     def rings(self) -> Rings:
@@ -377,7 +378,7 @@ class TrajectoryBuffer(Body):
             >>> buffer.sample(jax.random.key(0), 2, sequence_length=4).data.tolist()
             [[0, 1, 2, 3], [0, 1, 2, 3]]
         """
-        return self._windows_of(sequence_length)._drawn(key, batch_size)
+        return self._windows_of(sequence_length)._draw_batch(key, batch_size)
 
     def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Raises an error for ``insert``: a window has no slot before it is complete."""
@@ -415,15 +416,15 @@ class TrajectoryBuffer(Body):
 
     def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         slots, rings = check_slots(slots), self.rings
-        env, position = rings.starts_at(slots.index, slots.generation)
-        live = rings.locate(env, position) < rings.num_envs * rings.length
+        env, position = rings.first_step_of(slots.index, slots.generation)
+        live = rings.row_of(env, position) < rings.num_envs * rings.length
         return jnp.where(live, env, rings.num_envs), position
 
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
     ) -> Slots:
         env, position, shape = broadcast_steps(env_ids, positions)
-        index = self._windows_at(self.rings.locate(env, position))
+        index = self._windows_at(self.rings.row_of(env, position))
         index = jnp.where(self.occupancy.live(index), index, self.capacity)
         generation = self.occupancy.generation(index)
         return Slots(index.reshape(shape), generation.reshape(shape))
@@ -433,7 +434,7 @@ class TrajectoryBuffer(Body):
     ) -> PyTree[Array]:
         field = fields.need(self.data, path, "path", "steps have")
         env, position, shape = broadcast_steps(env_ids, positions)
-        row = self.rings.locate(env, position).reshape(shape)
+        row = self.rings.row_of(env, position).reshape(shape)
         values = storage.read(field, row)
         return trees.choose(row < self.capacity, values, jax.tree.map(jnp.zeros_like, values))
 
@@ -458,7 +459,7 @@ class TrajectoryBuffer(Body):
     def episode(self, where: Where, positions: Integer[ArrayLike, "..."] | None = None) -> Episode:
         index, rings, steps = self._index(), self.rings, check_where(where, positions)
         if isinstance(steps, Slots):
-            env, position = rings.starts_at(steps.index, steps.generation)
+            env, position = rings.first_step_of(steps.index, steps.generation)
             return index.episode(rings, env, position, self.data)
         env, position, shape = broadcast_steps(*steps, "where")
         episode = index.episode(rings, env, position, self.data)
@@ -487,7 +488,7 @@ class TrajectoryBuffer(Body):
         data, paths = index.episodes.truncate(self.data, newest)
         ended = self.with_state(i, index.end(rings, mask)).replace(data=data)
         steps = lax.stop_gradient(storage.read(data, newest))
-        if write_back.listens(self.extras):
+        if write_back.follows_writes(self.extras):
             for path in paths:
                 states = lax.stop_gradient(ended.extra_states)
                 states = write_back.notify_of_write(ended, states, newest, steps, path)
@@ -516,7 +517,7 @@ class TrajectoryBuffer(Body):
         # Windows of earlier episodes that reach into the removed one.
         across = 0 if index.episodes.boundary == "avoid" else self.sequence_length - 1
         slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
-        count_of = jnp.repeat(count, rings.starts, total_repeat_length=rings.num_slots)
+        count_of = jnp.repeat(count, rings.windows_per_ring, total_repeat_length=rings.num_slots)
         dropped = (count_of > 0) & (rings.age(slot) < count_of + across)
         removed = jnp.where(dropped, slot, rings.num_slots)
         buffer = self._change_windows(rings.retract(count), removed=removed)
@@ -525,7 +526,7 @@ class TrajectoryBuffer(Body):
     def _newest_rows(self, mask: Bool[Array, " E"]) -> Int[Array, " E"]:
         """Returns the rows of the newest steps of some rings; past the end for the others."""
         env = jnp.arange(self.num_envs, dtype=jnp.int32)
-        row = self.rings.locate(env, self.rings.end - jnp.uint32(1))
+        row = self.rings.row_of(env, self.rings.end - jnp.uint32(1))
         # Each row past the end is a different one.
         return jnp.where(mask & (row < self.capacity), row, self.capacity + env)
 
@@ -603,7 +604,7 @@ class TrajectoryBuffer(Body):
         """Returns the completed windows that no part refuses, and the windows that each refuses."""
         removed: list[Int[Array, "E H"]] = []
         slots = self.rings.num_slots
-        for part, state in self._parts():
+        for part, state in self._extras_and_states():
             if reasons := events.query(part.refuse_windows, state, completed, rows):
                 refused = refuse(reasons, completed < slots, counts)
                 removed.append(jnp.where(refused, completed, slots))
@@ -634,7 +635,7 @@ class TrajectoryBuffer(Body):
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         rank = jnp.arange(count, dtype=jnp.uint32)[None]
         position = (self.earliest_position + jnp.uint32(skip))[:, None] + rank
-        row = self.rings.locate(
+        row = self.rings.row_of(
             jnp.broadcast_to(env, position.shape).reshape(-1), position.reshape(-1)
         )
         data = storage.read(self.data, row.reshape(position.shape))
@@ -657,7 +658,7 @@ class TrajectoryBuffer(Body):
             member = jnp.concatenate([jnp.ones(new.shape, bool), jnp.zeros(old.shape, bool)])
             index = jnp.concatenate([new, old])
             occupancy = self.occupancy.replace(inner=rings).mark(index, member)
-        return events.change(self, occupancy, added=added, value=value, removed=removed)
+        return events.apply_change(self, occupancy, added=added, value=value, removed=removed)
 
     def _windows_of(self, sequence_length: int | None) -> Self:
         """Returns a buffer of the same steps with windows of another length; None keeps it."""
@@ -718,7 +719,7 @@ class TrajectoryBuffer(Body):
         mask = index[:, None] < self.rings.num_slots
         if self.episodes is not None and self.episodes.pads:
             mask &= self._index().in_episode(self.rings, index)
-        return jnp.where(mask, self.rings.window(index), self.capacity)
+        return jnp.where(mask, self.rings.rows_of(index), self.capacity)
 
     def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
         return self.rings.holds_step(row)
@@ -747,7 +748,7 @@ class TrajectoryBuffer(Body):
         if self.episodes is None or not self.episodes.pads:
             first = jnp.minimum(index * self.period, self.capacity - 1)
             return storage.read_runs(self.data, first, self.sequence_length, self.length)
-        ring, start = self.rings.split(index)
+        ring, start = self.rings.ring_and_start(index)
         mask = self._index().in_episode(self.rings, index)
         last = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32) - 1
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""Changes of the fields of stored items, and what has to hold before these or scores change."""
+"""Writes into fields of stored items, and checks before fields or scores change."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.buffers import events
-from jaxbuf.buffers.base import Base
+from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import fields, storage, trees
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.types import Function, State
@@ -17,7 +17,7 @@ from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Sampler
 
 
-def check_writable(buffer: Base, path: str | None, *, every: bool) -> PyTree[Array]:
+def check_writable(buffer: SampledBase, path: str | None, *, every: bool) -> PyTree[Array]:
     """Returns the field of the storage that is to change.
 
     Args:
@@ -35,7 +35,7 @@ def check_writable(buffer: Base, path: str | None, *, every: bool) -> PyTree[Arr
 
 
 def notify_of_write(
-    buffer: Base,
+    buffer: SampledBase,
     states: tuple[State, ...],
     row: Int[Array, "..."],
     items: PyTree[Array],
@@ -55,13 +55,13 @@ def notify_of_write(
     return tuple(events.notify(part.on_write, state, index, rows, path) for part, state in parts)
 
 
-def listens(parts: tuple[Part, ...]) -> bool:
+def follows_writes(parts: tuple[Part, ...]) -> bool:
     """Returns whether a part follows changes of fields, for which changed items are read."""
     return any(type(part).on_write is not Part.on_write for part in parts)
 
 
 def map_field(
-    buffer: Base, path: str | None, fn: Function, batch_size: int
+    buffer: SampledBase, path: str | None, fn: Function, batch_size: int
 ) -> tuple[PyTree[Array], tuple[State, ...]]:
     """Changes a field of everything that is stored, ``batch_size`` items or steps at a time.
 
@@ -76,14 +76,14 @@ def map_field(
     """
     data, any_row = buffer.data, buffer.any_row()
     field, size = fields.stored(data, path, ""), buffer.capacity
-    notified = listens(buffer.extras)
+    notified = follows_writes(buffer.extras)
     states: tuple[State, ...] = lax.stop_gradient(buffer.extra_states) if notified else ()
-    # Where nothing is stored, ``fn`` gets this item once more, and never one of zeros: its result
-    # is dropped, but a NaN in its gradient would not be.
+    # In place of empty slots, ``fn`` gets some stored item. Its result is dropped; of an item of
+    # zeros, a NaN in the gradient would not be.
     spare = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, any_row, 1), data)  # [1, ...]
 
-    # The number of rounds is static, since loops with another one have no gradients. A branch in
-    # each of them would take longer than many a ``fn``, and so would a search for a spare item.
+    # The number of rounds is static, so that the loop has gradients. A branch in each round, or a
+    # search for a spare item, may take longer than ``fn``.
     def step(i: Array, carry: tuple[PyTree[Array], Any]) -> tuple[PyTree[Array], Any]:
         field, states = carry
         # The last round begins earlier, and leaves out the rows that were changed already.
@@ -117,7 +117,7 @@ def map_field(
     return fields.replace(data, path, field), states if notified else buffer.extra_states
 
 
-def check_scores(buffer: Base) -> None:
+def check_scores(buffer: SampledBase) -> None:
     """Checks that the scores of a buffer can be changed.
 
     Raises:
@@ -135,10 +135,10 @@ def check_scores(buffer: Base) -> None:
                 f"{leaf} cannot change scores; give it a method set_priority (see "
                 "jaxbuf.strategies.Sampler)"
             )
-    ordered = type(buffer.occupancy.places)
+    kind = type(buffer.occupancy.places)
     evicts = any(not isinstance(user, Part | Sampler) for user in buffer.score_users)
-    if evicts and ordered.rescore is Occupancy.rescore:
+    if evicts and kind.rescore is Occupancy.rescore:
         raise ValueError(
-            f"{ordered.__name__} cannot change scores; give it a method rescore (see "
+            f"{kind.__name__} cannot change scores; give it a method rescore (see "
             "jaxbuf.strategies.ItemOccupancy)"
         )

@@ -115,7 +115,7 @@ def check_declared(strategy: Any, declared: Iterable[str] = ()) -> None:
 
 
 def split(sampler: AnySampler) -> tuple[AnySampler, Values, Bool[Array, ""]]:
-    """Returns a sampler without the values of the numbers that vary, these by name, and their law.
+    """Returns a sampler without its varying hyperparameters, these by name, and their law.
 
     The last of the three tells whether all of them are legal. A traced value that is not becomes
     the usual value of the number, or the least legal one.
@@ -158,7 +158,7 @@ def filled(sampler: AnySampler) -> AnySampler:
 
 
 def names_of(sampler: Any) -> dict[str, str]:
-    """Returns the name of each number that varies by its path: the last part, if it is unique."""
+    """Returns the names of varying hyperparameters by path: its last part, if that is unique."""
     paths = [path for path, *_ in _walk(sampler)]
     short = [path.rpartition(".")[2] for path in paths]
     return {p: s if short.count(s) == 1 else p for p, s in zip(paths, short, strict=True)}
@@ -217,7 +217,7 @@ def changed(sampler: AnySampler, **fields: Any) -> AnySampler:
 
 
 def varies_now(sampler: Any) -> bool:
-    """Returns whether a bound sampler has a number of its own that varies."""
+    """Returns whether a bound sampler has a varying hyperparameter of its own."""
     return any(isinstance(getattr(sampler, name, None), jax.Array) for name in sampler.varies)
 
 
@@ -347,7 +347,7 @@ def _is_concrete(value: Any) -> bool:
 
 
 def _does_not_vary(sampler: Any, key: str, names: dict[str, str]) -> str:
-    """Returns an error about a name that is not one of a number that varies."""
+    """Returns an error about a name that is not one of a varying hyperparameter."""
     same = [path for path in names if path.rpartition(".")[2] == key]
     if same:
         return f"{key} is the name of {len(same)} numbers; choose from {same}, as in a dict"

@@ -66,21 +66,21 @@ def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"]
     return top, best[quotient(at, _CHUNK)] * _CHUNK + remainder(at, _CHUNK)
 
 
-def keep_last(index: Int[Array, "..."], nowhere: int) -> Int[Array, "..."]:
-    """Returns the index with ``nowhere`` for all rows but the last one of each number.
+def keep_last(index: Int[Array, "..."], past_end: int) -> Int[Array, "..."]:
+    """Returns the index with ``past_end`` for all rows but the last one of each number.
 
     A scatter of rows that repeat an index may write any of them, except on a CPU.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> keep_last(jnp.array([3, 5, 3, 7]), nowhere=10).tolist()
+        >>> keep_last(jnp.array([3, 5, 3, 7]), past_end=10).tolist()
         [10, 5, 3, 7]
     """
     flat = index.reshape(-1)
     if flat.shape[0] < 2:
         return index
-    natively = functools.partial(native.keep_last, nowhere=nowhere)
-    kept = native.either(natively, lambda flat: jnp.where(last_of_each(flat), flat, nowhere), flat)
+    natively = functools.partial(native.keep_last, past_end=past_end)
+    kept = native.either(natively, lambda flat: jnp.where(last_of_each(flat), flat, past_end), flat)
     return kept.reshape(index.shape)
 
 

@@ -30,7 +30,7 @@ from jaxbuf.core.hyperparameters import Varying
 from jaxbuf.core.segment_tree import NARROW, narrow, using_width, with_widths_of
 from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
 from jaxbuf.io.records import Record
-from jaxbuf.io.structure import Configuration, Leaf
+from jaxbuf.io.structure import Configuration, LeafType
 
 if TYPE_CHECKING:
     from tensorstore import TensorStore
@@ -42,9 +42,9 @@ _DATA = "data"
 _SHARDED = "sharded"
 # The checksums of the chunks that a process wrote, by leaf and chunk.
 _CHECKSUMS = "places-{}.json"
-_TOKEN = "shared"
+_TOKEN_FILE = "shared"
 _UINT8 = np.dtype(np.uint8)
-_BYTES = jax.ShapeDtypeStruct((1,), _UINT8)
+_BYTE_ROW = jax.ShapeDtypeStruct((1,), _UINT8)
 _CHUNK_BYTES = 2**24
 _ROUND_BYTES = 16 * _CHUNK_BYTES
 # Seconds until a process must see what another one wrote.
@@ -90,7 +90,7 @@ def save(path: str | os.PathLike[str], buffer: PyTree) -> None:
     check_not_donated(buffer, "buffer")
     # All platforms write and read the same form of segment trees.
     buffer = narrow(buffer)
-    types = structure.leaves(buffer, "buffer")
+    types = structure.leaf_types(buffer, "buffer")
     if not types:
         raise ValueError(
             f"buffer is {buffer!r}, in which there are no arrays; expected a buffer or a pytree of "
@@ -127,7 +127,7 @@ def save(path: str | os.PathLike[str], buffer: PyTree) -> None:
         manifest["writers"] = [jax.process_index()] if is_local else [*range(jax.process_count())]
 
     def write_shards(version: Path) -> None:
-        # The checksum within a chunk cannot reveal that two chunks were exchanged.
+        # The checksum within a chunk cannot reveal that two chunks were swapped.
         checksums = {str(i): _write_shards(version, i, array) for i, array in sharded.items()}
         if checksums:
             records.write(version / _CHECKSUMS.format(jax.process_index()), checksums)
@@ -187,13 +187,14 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
     folder = checks.check_path("path", path).resolve()
     checks.check_flag("resize", resize)
     with versions.locked(folder, shared=True):
-        saved = versions.find(folder)
-        if not saved:
+        found = versions.find(folder)
+        if not found:
             raise FileNotFoundError(f"there is no checkpoint in {path} of jaxbuf 0.2.0 or later")
         with using_width(NARROW):
-            tree = _load(saved[-1], narrow(like), resize)
+            tree = _load(found[-1], narrow(like), resize)
     if jax.tree.structure(tree) == jax.tree.structure(like):
         return tree
+    # ``like`` has wide segment trees, and a checkpoint only narrow ones.
     return jax.tree.map(_put_like, with_widths_of(like, tree), like)
 
 
@@ -223,13 +224,14 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
         _require(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
+    # From ``like`` by way of the saved sizes to the saved format, and back with what was loaded.
     sized: PyTree = resizing.as_saved(like, configuration, saved) if resize else like
     target = earlier.as_saved(sized, saved, configuration)
     obsolete = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
     needed = {name: leaf for name, leaf in saved.items() if name not in obsolete}
     _compare(version, configuration, needed, target, resize)
 
-    leaves = dict(zip(structure.leaves(target, "like"), jax.tree.leaves(target), strict=True))
+    leaves = dict(zip(structure.leaf_types(target, "like"), jax.tree.leaves(target), strict=True))
     loaded: dict[str, Any] = {}
     stored = _read(version, manifest)
     for name, leaf in saved.items():
@@ -246,28 +248,28 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     renewed = earlier.renewed(tree, sized, configuration)
     if resize:
         renewed = resizing.fit(renewed, like)
-    return jax.tree.map(_put_like, renewed, like) if renewed is not tree else tree
+    return jax.tree.map(_put_like, renewed, like)
 
 
-def _check_record(record: Record) -> Leaf:
+def _check_record(record: Record) -> LeafType:
     """Returns the type of a leaf, which a manifest describes.
 
     Raises:
         ValueError: If it describes no leaf; also KeyError and TypeError.
     """
     shape = tuple(_integer(size) for size in record["shape"])
-    leaf = Leaf(shape, record["dtype"], record["scalar"])
+    leaf = LeafType(shape, record["dtype"], record["scalar"])
     _require(isinstance(leaf.dtype, str) and isinstance(leaf.scalar, bool))
-    *axes, size = _stored_shape(record)
+    *axes, itemsize = _stored_shape(record)
     if "chunk" in record:
         chunk = [_integer(length) for length in record["chunk"]]
         _require(
             len(chunk) == len(axes) and all(0 < c <= n for c, n in zip(chunk, axes, strict=True))
         )
-        _require(math.prod(chunk) * size < 2**62)
+        _require(math.prod(chunk) * itemsize < 2**62)
     else:
         _integer(record["crc32"])
-        _require(record["bytes"] == math.prod(axes) * size)
+        _require(record["bytes"] == math.prod(axes) * itemsize)
     return leaf
 
 
@@ -285,7 +287,7 @@ def _require(condition: bool) -> None:
 def _compare(
     version: Path,
     configuration: Configuration,
-    saved: dict[str, Leaf],
+    saved: dict[str, LeafType],
     target: PyTree,
     resize: bool,
 ) -> None:
@@ -309,8 +311,8 @@ def _compare(
         f"{configuration.get(name, missing)}"
         for name in fields
     ]
-    leaves = structure.leaves(target, "like")
-    messages += _other_envs(configuration, saved, leaves)
+    wanted = structure.leaf_types(target, "like")
+    messages += _other_envs(configuration, saved, wanted)
     if messages:
         hint = "create it alike"
         if only_sizes and not resize:
@@ -322,10 +324,10 @@ def _compare(
             hint = f"create it with as many shards, on any number of devices, or {hint}"
     else:
         hint = "pass a pytree like the one that was saved"
-        messages = [f"like{name} is not in the checkpoint" for name in leaves if name not in saved]
-        messages += [f"like{name} is missing" for name in saved if name not in leaves]
-        for name in saved.keys() & leaves.keys() if not messages else ():
-            leaf, like = saved[name], leaves[name]
+        messages = [f"like{name} is not in the checkpoint" for name in wanted if name not in saved]
+        messages += [f"like{name} is missing" for name in saved if name not in wanted]
+        for name in saved.keys() & wanted.keys() if not messages else ():
+            leaf, like = saved[name], wanted[name]
             if not leaf.fits(like):
                 attribute = "shape" if leaf.shape != like.shape else "dtype"
                 messages.append(
@@ -339,7 +341,7 @@ def _compare(
 
 
 def _other_envs(
-    configuration: Configuration, saved: dict[str, Leaf], leaves: dict[str, Leaf]
+    configuration: Configuration, saved: dict[str, LeafType], leaves: dict[str, LeafType]
 ) -> list[str]:
     """Returns messages about rings that were saved with another number of environments."""
     messages: list[str] = []
@@ -380,7 +382,7 @@ def _write(version: Path, arrays: list[UInt8[np.ndarray, " N"]], chunk: int) -> 
         return
     data = ts.concat(parts, axis=0)
     with _as_os_error():
-        store = zarr.open_rows(version / _DATA, _BYTES, chunk, zarr.new_cache(0), create=True)
+        store = zarr.open_rows(version / _DATA, _BYTE_ROW, chunk, zarr.new_cache(0), create=True)
     # In rounds, since compressed data is in memory until it is written.
     for start in range(0, data.size, _ROUND_BYTES):
         stop = min(data.size, start + _ROUND_BYTES)
@@ -413,8 +415,8 @@ def _write_shards(version: Path, i: int, array: jax.Array) -> dict[str, int]:
     Returns:
         The checksums of the chunks, by name.
     """
-    size, folder = array.dtype.itemsize, version / _SHARDED / str(i)
-    shape, chunk = (*array.shape, size), [*_chunk(array), size]
+    itemsize, folder = array.dtype.itemsize, version / _SHARDED / str(i)
+    shape, chunk = (*array.shape, itemsize), [*_chunk(array), itemsize]
     with _as_os_error():
         store = zarr.open_array(folder, _UINT8, shape, chunk, cache=zarr.new_cache(0), create=True)
     checksums: dict[str, int] = {}
@@ -433,6 +435,10 @@ def _replace_together(
 ) -> None:
     """Adds a version that all processes write to; all of them succeed or fail together.
 
+    In this order: process 0 broadcasts the number of the version, or -1 if it could not begin one,
+    and a token; all processes check that they see the token, and write their shards; process 0
+    writes the rest, and broadcasts whether all is done.
+
     Raises:
         OSError: If another process could not write its part.
     """
@@ -443,12 +449,12 @@ def _replace_together(
     def write(version: Path) -> None:
         nonlocal number
         token = secrets.randbits(31)
-        (version / _TOKEN).write_text(str(token))
+        (version / _TOKEN_FILE).write_text(str(token))
         number = _broadcast(versions.number(version))
         _check_shared(version, _broadcast(token))
 
         def write_local() -> None:
-            (version / _TOKEN).unlink()
+            (version / _TOKEN_FILE).unlink()
             write_shards(version)
 
         _in_all_processes(write_local)
@@ -478,7 +484,7 @@ def _replace_together(
 
 
 def _broadcast(number: int) -> int:
-    """Returns the number that process 0 has."""
+    """Returns the number that process 0 passes; those of other processes are ignored."""
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
@@ -493,7 +499,10 @@ def _check_shared(version: Path, token: int) -> None:
         # A network file system may show a new file a little later.
         deadline = time.monotonic() + _TIMEOUT
         while True:
-            with contextlib.suppress(OSError), records.open_file(version / _TOKEN, "r") as file:
+            with (
+                contextlib.suppress(OSError),
+                records.open_file(version / _TOKEN_FILE, "r") as file,
+            ):
                 if file.read(16) == str(token):
                     return
             if time.monotonic() > deadline:
@@ -509,7 +518,7 @@ def _check_shared(version: Path, token: int) -> None:
 
 
 def _in_all_processes(
-    function: Callable[[], None], failed: str = "could not write its part of the checkpoint"
+    function: Callable[[], None], failure: str = "could not write its part of the checkpoint"
 ) -> None:
     """Calls a function in every process; if it fails in one of them, raises an error in all."""
     error: Exception | None = None
@@ -521,12 +530,12 @@ def _in_all_processes(
     if error is not None:
         raise error
     if processes.size:
-        raise OSError(f"process {processes[0]} {failed}")
+        raise OSError(f"process {processes[0]} {failure}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _ShardedBytes:
-    """The bytes of a sharded leaf, ``uint8[*shape, size]``; an index reads a part from disk.
+    """The bytes of a sharded leaf, ``uint8[*shape, itemsize]``; an index reads a part from disk.
 
     Attributes:
         array: The array on disk.
@@ -554,18 +563,18 @@ _Bytes: TypeAlias = UInt8[np.ndarray, "..."] | _ShardedBytes
 
 
 def _read(version: Path, manifest: Record) -> Iterator[_Bytes]:
-    """Yields the bytes of each leaf, ``uint8[*shape, size]``."""
+    """Yields the bytes of each leaf, ``uint8[*shape, itemsize]``."""
     # Keeps the chunk that small arrays share.
     cache = zarr.new_cache(2 * _CHUNK_BYTES)
     store, start, checksums = None, 0, None
     for i, leaf in enumerate(manifest["leaves"].values()):
-        *shape, size = _stored_shape(leaf)
+        *shape, itemsize = _stored_shape(leaf)
         if "chunk" in leaf:
             if checksums is None:
                 checksums = _read_checksums(version, manifest)
-            folder, chunk = version / _SHARDED / str(i), [*leaf["chunk"], size]
-            zarr.check_sizes(folder, (*shape, size), chunk)
-            array = zarr.open_array(folder, _UINT8, (*shape, size), chunk, cache=cache)
+            folder, chunk = version / _SHARDED / str(i), [*leaf["chunk"], itemsize]
+            zarr.check_sizes(folder, (*shape, itemsize), chunk)
+            array = zarr.open_array(folder, _UINT8, (*shape, itemsize), chunk, cache=cache)
             yield _ShardedBytes(array, folder, chunk, checksums.get(str(i)))
             continue
         if 0 in shape:
@@ -574,12 +583,12 @@ def _read(version: Path, manifest: Record) -> Iterator[_Bytes]:
             stop = start + leaf["bytes"]
             index = (slice(start, stop),)
             zarr.check_sizes(version / _DATA, (stop,), (manifest["chunk"],), index)
-            store = store or zarr.open_rows(version / _DATA, _BYTES, manifest["chunk"], cache)
+            store = store or zarr.open_rows(version / _DATA, _BYTE_ROW, manifest["chunk"], cache)
             data = store[start:stop].read().result()
             start = stop
         if leaf["crc32"] != zlib.crc32(data.data):
             raise ValueError("the numbers differ from the saved ones")
-        yield data.reshape(*shape, size)
+        yield data.reshape(*shape, itemsize)
 
 
 def _read_checksums(version: Path, manifest: Record) -> dict[str, dict[str, int]]:
@@ -633,7 +642,7 @@ def _to_bytes(array: Any) -> UInt8[np.ndarray, " N"]:
     return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
 
 
-def _restore(data: _Bytes, saved: Leaf, record: Record, like: Any) -> Any:
+def _restore(data: _Bytes, saved: LeafType, record: Record, like: Any) -> Any:
     """Returns a leaf as it was saved, placed like the leaf of ``like``."""
     if structure.is_key(saved.dtype):
         words = np.ascontiguousarray(data[()]).view(np.uint32)[..., 0]

@@ -15,10 +15,10 @@ import numpy as np
 from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
-from jaxbuf.buffers.base import is_created
+from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.io.structure import Configuration, KeyPath, Leaf
+from jaxbuf.io.structure import Configuration, KeyPath, LeafType
 from jaxbuf.occupancy.ring import QueueRing, Ring
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
@@ -33,7 +33,7 @@ _POINTS = ".points.blocks"
 _KEPT_COUNTERS = {"FreshnessState": (6, (0, 1, 4, 5)), "Statistics": (6, (0, 1, 2, 3, 4))}
 
 
-def was_empty(name: str, leaf: Leaf, configuration: Configuration) -> bool:
+def was_empty(name: str, leaf: LeafType, configuration: Configuration) -> bool:
     """Returns whether a leaf without elements was saved, which no state has now."""
     index, field, _ = name.rpartition(".returns")
     return bool(field) and 0 in leaf.shape and configuration.get(index) == "EpisodeIndex"
@@ -60,7 +60,7 @@ def completed(saved: Configuration, current: Configuration) -> Configuration:
     return {**saved, **added}
 
 
-def as_saved(like: Tree, saved: dict[str, Leaf], configuration: Configuration) -> Tree:
+def as_saved(like: Tree, saved: dict[str, LeafType], configuration: Configuration) -> Tree:
     """Returns ``like`` with the shapes and dtypes that were saved, where they differ today."""
 
     def convert(path: KeyPath, leaf: Any) -> Any:
@@ -93,7 +93,7 @@ def renewed(tree: Tree, like: PyTree, saved: Configuration) -> Tree:
         return change(leaf) if change else leaf
 
     def renew(path: KeyPath, node: Any, target: Any) -> Any:
-        if not is_created(node):
+        if not owns_items(node):
             return node
         if not node.num_envs and _dtypes(node.extra_states) != _dtypes(target.extra_states):
             return _each(_with_points, node)
@@ -104,7 +104,7 @@ def renewed(tree: Tree, like: PyTree, saved: Configuration) -> Tree:
         return node
 
     tree = jax.tree_util.tree_map_with_path(reshape, tree, like)
-    return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=is_created)
+    return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=owns_items)
 
 
 def _change(

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from jaxbuf.buffers.base import is_created
+from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_single
@@ -30,7 +30,7 @@ def rings_in_order(buffer: object) -> list[PyTree[np.ndarray]] | None:
     on, as ``add`` takes them.
     """
     inner, shards = as_buffer(buffer).inside()
-    if not is_created(inner) or not inner.num_envs:
+    if not owns_items(inner) or not inner.num_envs:
         return None
     length = inner.length
     cursor, num_steps = (
@@ -58,7 +58,7 @@ def items_in_order(buffer: object) -> PyTree[np.ndarray]:
         ValueError: If the buffer does not tell the age of its items.
     """
     inner, shards = as_buffer(buffer).inside()
-    if not is_created(inner):
+    if not owns_items(inner):
         raise ValueError(
             f"buffer is {checks.kind_of(buffer)}, whose items have no order; take one of its parts"
         )

@@ -9,13 +9,13 @@ import numpy as np
 from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
-from jaxbuf.buffers.base import is_created
+from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import COUNTS
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
 from jaxbuf.io.order import in_order
-from jaxbuf.io.structure import Configuration, KeyPath, Leaf
+from jaxbuf.io.structure import Configuration, KeyPath, LeafType
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.wrappers.sharded.sharded import Sharded
@@ -23,7 +23,7 @@ from jaxbuf.wrappers.sharded.sharded import Sharded
 Tree = TypeVar("Tree")
 
 
-def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, Leaf]) -> PyTree:
+def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, LeafType]) -> PyTree:
     """Returns ``like`` with the saved size of each buffer; their leaves are ``ShapeDtypeStruct``.
 
     Args:
@@ -33,7 +33,7 @@ def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, Leaf])
     """
 
     def rebuild(path: KeyPath, node: Any) -> Any:
-        if not is_created(node):
+        if not owns_items(node):
             return node
         inner = "" if node.occupancy.places is node.occupancy else ".inner"
         prefix = f"{keystr(path)}.occupancy{inner}"
@@ -50,7 +50,7 @@ def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, Leaf])
             return node
 
     like = _with_shards(like, configuration)
-    return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=is_created)
+    return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=owns_items)
 
 
 def fit(tree: Tree, like: Tree) -> Tree:
@@ -61,7 +61,7 @@ def fit(tree: Tree, like: Tree) -> Tree:
     """
 
     def convert(path: KeyPath, node: Any, target: Any) -> Any:
-        if not is_created(node) or node.sizes == target.sizes:
+        if not owns_items(node) or node.sizes == target.sizes:
             return node
         try:
             resized = _resize_stack(node, tuple(target.sizes.items()))
@@ -73,7 +73,7 @@ def fit(tree: Tree, like: Tree) -> Tree:
         return resized
 
     tree = _dealt(tree, like)
-    return jax.tree_util.tree_map_with_path(convert, tree, like, is_leaf=is_created)
+    return jax.tree_util.tree_map_with_path(convert, tree, like, is_leaf=owns_items)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -129,7 +129,9 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
 
     # A window moves with its first step, and none starts where a step is not kept or too early.
     env = jnp.arange(num_envs, dtype=jnp.int32)[:, None]
-    window = (before.starts * env + order // jnp.int32(before.period)).reshape(-1)  # [E * T]
+    window = (before.windows_per_ring * env + order // jnp.int32(before.period)).reshape(
+        -1
+    )  # [E * T]
     index = (target // jnp.int32(before.period)).reshape(-1)
     kept = (order % jnp.int32(before.period) == 0) & (target < new.capacity)
     kept = kept.reshape(-1)
@@ -141,7 +143,7 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     rings = rings.replace(sequence_length=new.sequence_length)
 
     occupancy = new.occupancy.with_places(rings).moving(old.occupancy, window, index)
-    slots = (before.num_envs * before.starts, new.num_envs * rings.starts)
+    slots = (before.num_envs * before.windows_per_ring, new.num_envs * rings.windows_per_ring)
     lengths = (before.length, rings.length)
     envs = (before.num_envs, new.num_envs)
     moves = Moves(window, index, begun, slots, (order, target), lengths, envs)
@@ -201,7 +203,7 @@ def _dealt(tree: Tree, like: Tree) -> Tree:
         size = target.shards.capacity
         return target.replace(shards=_deal(node.shards, target.num_shards, size))
 
-    return jax.tree.map(convert, tree, like, is_leaf=lambda x: _is_sharded(x) or is_created(x))
+    return jax.tree.map(convert, tree, like, is_leaf=lambda x: _is_sharded(x) or owns_items(x))
 
 
 def _is_sharded(node: object) -> bool:

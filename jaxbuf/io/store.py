@@ -223,7 +223,7 @@ class Store:
         self._like = _like(example)
         self._likes: list[jax.ShapeDtypeStruct]
         self._likes, self._treedef = jax.tree.flatten(self._like)
-        self._names = [*structure.leaves(self._like, "")]
+        self._names = [*structure.leaf_types(self._like, "")]
         self._cache_bytes = check_count("cache_bytes", cache_bytes, 0, MOST_ON_HOST)
         self._pins: collections.Counter[int] = collections.Counter()
         self._epochs_in_use: list[_EpochRows] = []
@@ -969,7 +969,7 @@ class Store:
 
     def _open_or_create(self, path: str | os.PathLike[str], chunk: int | None) -> int:
         leaves: Record = {}
-        for name, leaf in structure.leaves(self._like, "").items():
+        for name, leaf in structure.leaf_types(self._like, "").items():
             if structure.is_key(leaf.dtype):
                 raise ValueError(f"example{name} is a PRNG key; store its jax.random.key_data")
             leaves[name] = {"shape": [*leaf.shape[1:]], "dtype": leaf.dtype}

@@ -19,7 +19,7 @@ Configuration: TypeAlias = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class LeafType:
     """The type of a leaf.
 
     Attributes:
@@ -33,7 +33,7 @@ class Leaf:
     scalar: bool
 
     @classmethod
-    def of(cls, leaf: Any, name: str) -> "Leaf":
+    def of(cls, leaf: Any, name: str) -> "LeafType":
         """Describes an array, a Python number or a ``jax.ShapeDtypeStruct``.
 
         Raises:
@@ -45,7 +45,7 @@ class Leaf:
             raise ValueError(f"{name} is a {type(leaf).__name__}; expected an array")
         return cls(tuple(leaf.shape), str(leaf.dtype), False)
 
-    def fits(self, other: "Leaf") -> bool:
+    def fits(self, other: "LeafType") -> bool:
         """Returns whether a leaf of one type can be loaded for the other."""
         if self.shape != other.shape:
             return False
@@ -64,14 +64,14 @@ def is_key(dtype: Any) -> bool:
     return str(dtype).startswith("key<")
 
 
-def leaves(tree: PyTree, name: str) -> dict[str, Leaf]:
+def leaf_types(tree: PyTree, name: str) -> dict[str, LeafType]:
     """Returns the type of each leaf by the leaf's name in errors, in order.
 
     Raises:
         ValueError: If a leaf is not an array.
     """
     return {
-        keystr(path): Leaf.of(leaf, name + keystr(path))
+        keystr(path): LeafType.of(leaf, name + keystr(path))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxbuf.buffers.base import is_created
+from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_not_donated
@@ -140,7 +140,7 @@ def _checked(buffer: Any) -> Any:
     Raises:
         ValueError: If it cannot be drawn.
     """
-    if not is_created(buffer):
+    if not owns_items(buffer):
         shard = "jax.tree.map(lambda leaf: leaf[0], buffer.shards)"
         advice = {Sharded: f"; plot one shard: {shard}", Hosted: "; plot buffer.buffer"}
         raise ValueError(
@@ -185,7 +185,7 @@ def _panels(buffer: Any, ages: _Map) -> list[_Panel]:
         # Evenly spread, or in two groups after others have retired: no mean describes them.
         label, values = f"age ({ages.unit} added since)", ages.age[ages.live]
         panels.append(_Panel("ages", label, ages.unit, values, discrete=True, mean=False))
-    live, unit, numbers = _live(buffer), buffer.drawn, buffer.by_slot()
+    live, unit, numbers = _live(buffer), buffer.drawn_unit, buffer.by_slot()
     if "priority" in numbers:
         priority = np.asarray(numbers["priority"])
         panels.append(_Panel("priorities", "priority", unit, priority[live]))

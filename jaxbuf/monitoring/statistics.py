@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers.arguments import needs_priority
-from jaxbuf.buffers.base import is_created
+from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.retire import known
@@ -204,7 +204,7 @@ def _checked(buffer: Any) -> Any:
             "of its own: Statistics.create(mixture.parts[i]), with the rows of a batch whose "
             "mixture.part_slots(batch.slots, i) are its own"
         )
-    if not is_created(buffer):
+    if not owns_items(buffer):
         raise ValueError(
             f"buffer is {checks.kind_of(buffer)}; expected an ItemBuffer, TrajectoryBuffer or Queue"
         )

@@ -52,11 +52,11 @@ class Occupancy(abc.ABC):
     def clear(self) -> Self:
         """Returns an occupancy without items, which shares no array with the original.
 
-        Names of earlier items stay stale.
+        ``Slots`` of earlier items stay stale.
         """
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
-        """Returns whether the items with these names are still there."""
+        """Returns whether the items that these ``Slots`` name are still there."""
         return self.live(slots.index) & (self.generation(slots.index) == slots.generation)
 
     def rows_to_change(
@@ -65,7 +65,7 @@ class Occupancy(abc.ABC):
         """Returns the slots of rows to change, and the number of rows with an illegal change.
 
         Args:
-            slots: The names of items.
+            slots: The ``Slots`` of items.
             wanted: The rows to change, if their item is still there.
             legal: The rows whose change is legal.
 
@@ -78,14 +78,14 @@ class Occupancy(abc.ABC):
         return index, jnp.sum(wanted & ~legal, dtype=jnp.uint32)
 
     def slots_of(
-        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, nowhere: int
+        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, past_end: int
     ) -> tuple[Slots, Bool[Array, " B"]]:
-        """Returns the names of items, and which of the ``valid`` rows have one.
+        """Returns the ``Slots`` of items, and which of the ``valid`` rows hold a live one.
 
-        The others have the slot ``nowhere``, which is past the end.
+        Other rows have the index ``past_end``.
         """
         valid = valid & self.live(index)
-        index = jnp.where(valid, index, nowhere)
+        index = jnp.where(valid, index, past_end)
         return Slots(index=index, generation=self.generation(index)), valid
 
     def metrics(self) -> dict[str, Array]:

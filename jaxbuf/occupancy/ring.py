@@ -98,10 +98,10 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
     @native.kernel("ring_slots_of", "capacity")
     def slots_of(
-        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, nowhere: int
+        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, past_end: int
     ) -> tuple[Slots, Bool[Array, " B"]]:
         """Returns the names of items, and which of the ``valid`` rows have one."""
-        return super().slots_of(index, valid, nowhere=nowhere)
+        return super().slots_of(index, valid, past_end=past_end)
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""

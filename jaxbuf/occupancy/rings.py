@@ -17,7 +17,7 @@ from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import Occupancy
 
 # The fields that the kernels take.
-_SIZES = ("num_envs", "starts", "period", "length", "sequence_length", "ignored")
+_SIZES = ("num_envs", "windows_per_ring", "period", "length", "sequence_length", "ignored")
 
 
 class Rings(Occupancy, Checked, struct.PyTreeNode):
@@ -75,18 +75,18 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return self.cursor.shape[-1]
 
     @property
-    def starts(self) -> int:
+    def windows_per_ring(self) -> int:
         """The number of places in a ring where a window may start."""
         return self.length // self.period
 
     @property
     def num_slots(self) -> int:
         """The number of slots of windows, of all rings together."""
-        return self.num_envs * self.starts
+        return self.num_envs * self.windows_per_ring
 
     @property
     def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The old name of ``num_slots``, which is not the number of steps."""
+        """The same as ``num_slots``: a number of windows, not of steps."""
         return self.num_slots
 
     @property
@@ -109,14 +109,15 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
             mask: True for the steps to take, which keep their order; None to take all.
 
         Returns:
-            The new rings; the destination of each step, ``ring * length + place``, which is past
-            the end for rows that are masked out or overwritten by later ones; the slots of windows
-            that were overwritten or are not yet complete again; and the slot of the window that
-            each row completes. A missing slot is past the end. No place and no slot occurs twice.
+            The new rings; the row of the storage for each step, ``ring * length + place``, past the
+            end for rows that are masked out or overwritten by later ones, ``[E, T]``; the slots of
+            windows that were overwritten or are not yet complete again, ``[E, R]`` with a static
+            bound ``R``; and the slot of the window that each row completes, ``[E, T]``. A missing
+            slot is past the end. No row of the storage and no slot occurs twice.
         """
         # Unsigned as far as possible, since every conversion is an operation for each ring.
-        cursor = self.cursor[:, None]
-        position, size = cursor.astype(jnp.int32), self.held[:, None].astype(jnp.int32)
+        unsigned = self.cursor[:, None]
+        cursor, held = unsigned.astype(jnp.int32), self.held[:, None].astype(jnp.int32)
         length = jnp.uint32(self.length)
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         if mask is None:
@@ -127,27 +128,27 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
             rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
             count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
             added = mask
-        place = remainder(cursor + rank.astype(jnp.uint32), length)
+        place = remainder(unsigned + rank.astype(jnp.uint32), length)
         target = (env.astype(jnp.uint32) * length + place).astype(jnp.int32)
         if mask is not None or rows > self.length:
             stays = added & (rank + self.length >= count)
             target = jnp.where(stays, target, env.size * self.length)
 
-        # Steps are numbered from the first new one. A new step completes a window if its first step
-        # is held now, and still held after all new steps are written.
+        # Steps are counted from the first new one, so that those held now are negative. A new step
+        # completes a window whose first step is still held after all new steps are written.
         start = rank - (self.sequence_length - 1)
-        num_steps = jnp.minimum(size + count, self.length)
+        num_steps = jnp.minimum(held + count, self.length)
         first = count - num_steps + self.ignored
         completes = added & (start >= first)
-        completed = self._slot(env, position + start, completes)
-        # Windows that start at the last of the new steps are not complete yet.
+        completed = self._slot(env, cursor + start, completes)
+        # Windows that start at the newest ``sequence_length - 1`` steps are not complete yet.
         age = jnp.arange(min(rows, self.sequence_length - 1), dtype=jnp.int32)[None]
-        broken = self._slot(env, position + count - 1 - age, age < count)
+        broken = self._slot(env, cursor + count - 1 - age, age < count)
         if self.ignored:
             # These windows now start at ignored steps, and are not among the broken ones above.
             start = first - 1 - jnp.arange(min(rows, self.ignored), dtype=jnp.int32)[None]
-            ignored = (start >= self.ignored - size) & (start <= count - self.sequence_length)
-            broken = jnp.concatenate([broken, self._slot(env, position + start, ignored)], axis=1)
+            ignored = (start >= self.ignored - held) & (start <= count - self.sequence_length)
+            broken = jnp.concatenate([broken, self._slot(env, cursor + start, ignored)], axis=1)
 
         increase = count[:, 0].astype(jnp.uint32)
         end = self.cursor + increase
@@ -165,35 +166,36 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
             The rings, the slots that gained a window, and the slots that lost theirs.
         """
         shorter, longer = sorted((self.sequence_length, sequence_length))
-        position, size = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))
+        cursor, held = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         age = jnp.arange(shorter - 1, longer - 1, dtype=jnp.int32)[None]
-        slots = self._slot(env, position - 1 - age, age < size - self.ignored)
-        added, removed = (slots, slots[:, :0])[:: 1 if sequence_length == shorter else -1]
+        slots = self._slot(env, cursor - 1 - age, age < held - self.ignored)
+        none = slots[:, :0]
+        added, removed = (slots, none) if sequence_length == shorter else (none, slots)
         return self.replace(sequence_length=sequence_length), added, removed
 
-    def window(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
-        """Returns where the steps of the windows at ``index`` are, in the indices of ``place``."""
-        env, start = self.split(index)
+    def rows_of(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
+        """Returns the rows of the storage with the steps of the windows at ``index``."""
+        env, start = self.ring_and_start(index)
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)
         return env[:, None] * self.length + remainder(start[:, None] + offset[None], self.length)
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the slots with a complete window."""
-        behind = self.age(index)
-        _, _, held = self._counters(self.split(index)[0])
-        inside = (index >= 0) & (index < self.num_envs * self.starts)
-        inside &= behind < held.astype(jnp.int32) - self.ignored
-        return inside & (behind >= self.sequence_length - 1)
+        age = self.age(index)
+        _, _, held = self._counters(self.ring_and_start(index)[0])
+        inside = (index >= 0) & (index < self.num_slots)
+        inside &= age < held.astype(jnp.int32) - self.ignored
+        return inside & (age >= self.sequence_length - 1)
 
     def age(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns the number of steps after the first step of the windows at ``index``."""
-        env, start = self.split(index)
+        env, start = self.ring_and_start(index)
         return remainder(self._counters(env)[0].astype(jnp.int32) - 1 - start, self.length)
 
     def generation(self, index: Int[Array, "..."]) -> UInt[Array, "..."]:
         """Returns the lap in which the first step of the window at ``index`` was written."""
-        env, start = self.split(index)
+        env, start = self.ring_and_start(index)
         cursor, lap, _ = self._counters(env)
         return jnp.where(start < cursor.astype(jnp.int32), lap, lap - jnp.uint32(1))
 
@@ -206,14 +208,14 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
 
     @native.kernel("rings_slots_of", *_SIZES)
     def slots_of(
-        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, nowhere: int
+        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, past_end: int
     ) -> tuple[Slots, Bool[Array, " B"]]:
-        """Returns the names of windows, and which of the ``valid`` rows have one."""
-        return super().slots_of(index, valid, nowhere=nowhere)
+        """Returns the ``Slots`` of windows, and which of the ``valid`` rows hold a live one."""
+        return super().slots_of(index, valid, past_end=past_end)
 
     def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
         """Returns a uniformly drawn window for each random word; arbitrary if none is complete."""
-        windows = AgeRange(*self.span(), self.starts)
+        windows = AgeRange(*self.span(), self.windows_per_ring)
         return windows.at(scale_word(words, windows.total))
 
     @property
@@ -221,8 +223,8 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         """The position of the next step of each ring."""
         return (self.lap - jnp.uint32(1)) * jnp.uint32(self.length) + self.cursor
 
-    def locate(self, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Int[Array, " B"]:
-        """Returns where steps are, in the indices of ``place``; past the end for missing ones."""
+    def row_of(self, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Int[Array, " B"]:
+        """Returns the rows of the storage with these steps; past the end for missing ones."""
         cursor, lap, held = self._counters(env)
         end = (lap - jnp.uint32(1)) * jnp.uint32(self.length) + cursor
         age = end - jnp.uint32(1) - position
@@ -231,7 +233,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return jnp.where(inside, env * self.length + place, self.num_envs * self.length)
 
     def holds_step(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """Returns a mask of the rows that hold a step, in the indices of ``place``."""
+        """Returns a mask of the rows of the storage that hold a step."""
         env, place = quotient(row, self.length), remainder(row, self.length)
         cursor, _, held = (x.astype(jnp.int32) for x in self._counters(env))
         oldest = cursor - held
@@ -239,11 +241,11 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         inside = (row >= 0) & (row < self.num_envs * self.length)
         return inside & (place >= first)
 
-    def starts_at(
+    def first_step_of(
         self, index: Int[Array, " B"], generation: UInt[Array, " B"]
     ) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
         """Returns the ring of each window, and the position of its first step."""
-        env, start = self.split(index)
+        env, start = self.ring_and_start(index)
         lap = (generation - jnp.uint32(1)) * jnp.uint32(self.length)
         return env, lap + start.astype(jnp.uint32)
 
@@ -257,19 +259,20 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         Returns:
             The new rings, and the slots whose windows were removed.
         """
-        position, size = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))
+        cursor, held = (x.astype(jnp.int32)[:, None] for x in (self.cursor, self.held))
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         offset = jnp.arange(most, dtype=jnp.int32)[None]
-        place = position - size + self.ignored + offset
+        place = cursor - held + self.ignored + offset
         # Slots past the last complete window are among them, and held no window before.
-        removed = (offset < count[:, None]) & (self.ignored + offset < size)
+        removed = (offset < count[:, None]) & (self.ignored + offset < held)
         num_steps = self.held - count.astype(jnp.uint32)
         return self.replace(held=num_steps), self._slot(env, place, removed)
 
     def retract(self, count: Int[Array, " E"]) -> Self:
         """Takes back the newest ``count`` steps of each ring.
 
-        A ring that takes back steps moves a lap ahead, so that no generation is used again.
+        The end of such a ring becomes ``end - count + length``, so that the steps that stay have
+        new positions and generations, and none is used again.
         """
         steps = count.astype(jnp.uint32)
         borrow = (self.cursor < steps).astype(jnp.uint32)
@@ -282,13 +285,12 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
 
     def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
         """Returns for each ring its earliest window, ``start / period``, and the window count."""
-        position = self.cursor.astype(jnp.int32)
-        size = jnp.maximum(self.held.astype(jnp.int32) - self.ignored, 0)
-        oldest = remainder(position - size, self.length)
-        windows = jnp.maximum(size - self.sequence_length + 1, 0)
+        num_steps = jnp.maximum(self.held.astype(jnp.int32) - self.ignored, 0)
+        oldest = remainder(self.cursor.astype(jnp.int32) - num_steps, self.length)
+        windows = jnp.maximum(num_steps - self.sequence_length + 1, 0)
         first = quotient(oldest + self.period - 1, self.period)
         last = quotient(oldest + windows + self.period - 1, self.period)
-        return remainder(first, self.starts), last - first
+        return remainder(first, self.windows_per_ring), last - first
 
     @property
     def keeps_order(self) -> bool:
@@ -297,7 +299,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
 
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
         """Returns windows ``start`` to ``stop - 1`` of each ring, as a slice of a list would."""
-        return AgeRange.of(*self.span(), self.starts, start, stop)
+        return AgeRange.of(*self.span(), self.windows_per_ring, start, stop)
 
     def check_valid(self, name: str) -> Iterator[str]:
         """Yields cursors and numbers of steps that are out of range."""
@@ -310,8 +312,8 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         """Returns the slots of each ring from its earliest window on, and a mask of live ones."""
         first, _ = self.span()
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
-        place = first[:, None] + jnp.arange(self.starts, dtype=jnp.int32)[None]
-        order = (env * self.starts + remainder(place, self.starts)).reshape(-1)
+        place = first[:, None] + jnp.arange(self.windows_per_ring, dtype=jnp.int32)[None]
+        order = (env * self.windows_per_ring + remainder(place, self.windows_per_ring)).reshape(-1)
         return order, self.live(order)
 
     def clear(self, mask: Bool[Array, " E"] | None = None) -> Self:
@@ -335,11 +337,13 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         if self.period > 1:
             mask &= remainder(start, self.period) == 0
             start = quotient(start, self.period)
-        return jnp.where(mask, env * self.starts + start, self.num_envs * self.starts)
+        return jnp.where(mask, env * self.windows_per_ring + start, self.num_slots)
 
-    def split(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    def ring_and_start(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         """Returns the ring of each window, and the place of its first step in it."""
-        return quotient(index, self.starts), remainder(index, self.starts) * self.period
+        return quotient(index, self.windows_per_ring), remainder(
+            index, self.windows_per_ring
+        ) * self.period
 
     def _counters(self, env: Int[Array, " B"]) -> tuple[UInt[Array, " B"], ...]:
         """Returns the cursors, laps and numbers of steps of these rings."""

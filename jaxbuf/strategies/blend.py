@@ -17,7 +17,7 @@ from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
 from jaxbuf.core.types import Function, State
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.strategies.mass import effective_size, ends, over, shard_of
+from jaxbuf.strategies.mass import effective_size, ends, interval_of, over
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import (
     Draw,
@@ -319,7 +319,7 @@ def _assign_rows(weights: Float[Array, " K"], word: UInt[Array, ""], rows: int) 
     angle = word + jnp.asarray(_scattered_angles(rows))
     point = (angle >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
     end = ends(weights)
-    return shard_of(end, point * end[-1])[0]
+    return interval_of(end, point * end[-1])[0]
 
 
 def _scattered_angles(rows: int) -> NDArray[np.uint32]:

@@ -381,7 +381,7 @@ class EpisodeIndex(struct.PyTreeNode):
             position: The positions of the steps.
             steps: The stored steps, leaves ``[E * N, ...]``.
         """
-        row = rings.locate(env, position)
+        row = rings.row_of(env, position)
         live = row < self.behind.size
         behind = jnp.where(live, self.steps_before(row), 0)
         steps_back = behind.astype(jnp.uint32)
@@ -424,7 +424,7 @@ class EpisodeIndex(struct.PyTreeNode):
         self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
     ) -> Bool[Array, " B"]:
         """Returns whether an episode ended with each stored step."""
-        after = rings.locate(env, position + jnp.uint32(1))
+        after = rings.row_of(env, position + jnp.uint32(1))
         newest = position + jnp.uint32(1) == rings.end.at[env].get(mode="clip")
         return jnp.where(
             newest,
@@ -442,7 +442,7 @@ class EpisodeIndex(struct.PyTreeNode):
 
     def in_episode(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
         """Returns a mask of the steps of windows in the episode of the window's first step."""
-        rows = rings.window(index)
+        rows = rings.rows_of(index)
         behind = self.steps_before(rows.reshape(-1)).reshape(rows.shape)
         offset = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
         # Short windows may reach past the newest step.
@@ -484,7 +484,7 @@ class EpisodeIndex(struct.PyTreeNode):
         starts = (age < startable) & (remainder(index, rings.period) == 0)
         if self.episodes.period > 1:
             starts &= remainder(behind, self.episodes.period) == 0
-        slot = env[None] * rings.starts + quotient(index, rings.period)
+        slot = env[None] * rings.windows_per_ring + quotient(index, rings.period)
         refused = starts & ~complete & (age >= extra) & (age - extra < new)
         starts &= complete & (end >= 0) & (end < new)
         begun = (age < new) & ~starts & (remainder(index, rings.period) == 0)

@@ -17,7 +17,7 @@ from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.strategies.distinct import distinct
 
 
-def change(
+def set_masses(
     masses: SegmentTree,
     added: Int[Array, " B"],
     mass: Float[Array, " B"],
@@ -33,7 +33,7 @@ def change(
     return masses.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, zeros]))
 
 
-def zero(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
+def remove_masses(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
     """Returns the tree with zero mass at ``index``."""
     return masses.set(index, jnp.zeros(index.shape, jnp.float32))
 
@@ -88,7 +88,7 @@ def draw_distinct(
         >>> sorted(index[valid].tolist()), valid.tolist()
         ([0, 2], [True, True, False])
     """
-    return distinct(key, rows, count, masses, propose, zero, masses.capacity)
+    return distinct(key, rows, count, masses, propose, remove_masses, masses.capacity)
 
 
 def points(
@@ -122,6 +122,7 @@ def _points(
     strata: int,
     shift: int,
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Returns points made of the highest ``bits``; offsets of ``low`` without its top ``shift``."""
     high = word >> jnp.uint32(32 - bits)
     if strata > 1:
         high = high | (jnp.arange(strata, dtype=jnp.uint32) << jnp.uint32(bits))
@@ -152,33 +153,36 @@ def points_of_shards(
         stratified: Whether there is one point in each of ``B`` equal parts; static.
     """
     point, refine = points(word, low, end[-1], stratified=stratified)
-    shard, point = shard_of(end, point)
+    shard, point = interval_of(end, point)
     return shard, point, refine
 
 
 def ends(total: Float[Array, " S"]) -> Float[Array, " S"]:
     """Returns the end of each shard's interval in the total mass; the last one is the total.
 
-    The interval of a shard without mass is empty, in whatever order a backend adds.
+    Sums of floating-point numbers may decrease where a backend adds them in another order; their
+    running maximum leaves the interval of a shard without mass empty.
     """
     if total.shape[0] == 1:
         return total
     return lax.cummax(jnp.where(total > 0, jnp.cumsum(total, axis=0), 0.0), axis=0)
 
 
-def shard_of(
+def interval_of(
     end: Float[Array, " S"] | Int[Array, " S"], point: Float[Array, " B"] | Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"] | Int[Array, " B"]]:
-    """Returns the shard in whose interval each point lies, and the offset in this interval.
+    """Returns the interval, such as that of a shard, of each point, and the offset in it.
 
-    A point at the total or beyond, as a result of rounding, lies in the last shard with mass.
+    A point at the total or beyond, as a result of rounding, lies in the last interval that is not
+    empty.
     """
     if end.shape[0] == 1:
         return jnp.zeros(point.shape, jnp.int32), point
-    shard = jnp.searchsorted(end, point, side="right", method="scan_unrolled").astype(jnp.int32)
-    shard = jnp.minimum(shard, jnp.sum(end < end[-1], dtype=jnp.int32))
+    index = jnp.searchsorted(end, point, side="right", method="scan_unrolled").astype(jnp.int32)
+    last = jnp.sum(end < end[-1], dtype=jnp.int32)
+    index = jnp.minimum(index, last)
     begin = jnp.concatenate([jnp.zeros_like(end[:1]), end[:-1]])
-    return shard, point - begin[shard]
+    return index, point - begin[index]
 
 
 def draw_shards(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> Int[Array, " B"]:
@@ -188,12 +192,12 @@ def draw_shards(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> I
     end = jnp.cumsum(size, dtype=jnp.int32)
     # The words of the key itself choose the item.
     word = random_words(jax.random.fold_in(key, 1), (batch_size,))
-    return shard_of(end, scale_word(word, end[-1]))[0]
+    return interval_of(end, scale_word(word, end[-1]))[0]
 
 
 def is_priority(value: Float[Array, "..."]) -> Bool[Array, "..."]:
     """Returns a mask of the numbers that are finite and not negative."""
-    # By its bits, since a comparison of numbers may take the smallest ones for zeros.
+    # Compares bits, since XLA may take the smallest (subnormal) numbers for zeros.
     bits = lax.bitcast_convert_type(value, jnp.uint32)
     infinite, minus_zero = jnp.uint32(0x7F800000), jnp.uint32(1 << 31)
     return (bits < infinite) | (bits == minus_zero)

@@ -25,7 +25,6 @@ from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.types import Function
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import (
-    change,
     draw_distinct,
     draw_shards,
     ends,
@@ -33,12 +32,19 @@ from jaxbuf.strategies.mass import (
     least_positive,
     over,
     points_of_shards,
+    set_masses,
 )
-from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets, share
+from jaxbuf.strategies.protocols import (
+    Draw,
+    ShardableSampler,
+    Support,
+    Targets,
+    uniform_probability,
+)
 
 # Masses are from ``TINY`` to this bound, so that a sum of 2**27 of them cannot overflow.
 _LARGEST_MASS = 2.0**96
-_LARGEST = float(jnp.finfo(jnp.float32).max)
+_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 # Above this many slots a second random word refines every draw.
 _ONE_WORD = 2**20
 
@@ -73,15 +79,15 @@ class Prioritized(ShardableSampler):
     Attributes:
         alpha: The exponent of priorities; 0 is uniform over the items with positive mass. If it
             varies (see ``jaxbuf.Varying``), a new value applies to priorities that are set from
-            then on, and so does one of ``epsilon``; what is stored keeps its mass. Metrics, and
-            what ``with_sampler`` hands on, are then the priorities that have these masses under the
-            present value: 100 under an ``alpha`` of 1 reads as 1e20 under 0.1. They are exact if it
-            never changed. A new item gets the largest mass that there is.
+            then on, and so does one of ``epsilon``; what is stored keeps its mass. ``metrics`` and
+            ``with_sampler`` compute priorities back from masses with the present ``alpha``, so that
+            they are exact only if it never changed: a priority of 100 that was set under 1 reads as
+            1e20 under 0.1. A new item gets the largest mass that there is.
         initial_priority: The smallest priority of an item that is added without one. It gets the
-            largest priority in the buffer if that is larger. An outlier therefore stays the default
-            until all items that have it were drawn, or have left: if each item is drawn about once
-            or twice, it may never fade. For a default that does not depend on the buffer, pass
-            ``priority`` to ``add``.
+            largest priority in the buffer if that is larger. One outlier is therefore the default
+            of all new items until every item with its priority has been updated, or has left: if
+            each item is drawn about once or twice, it may never fade. For a default that does not
+            depend on the buffer, pass ``priority`` to ``add``.
         epsilon: A constant added to every priority; it may vary.
         uniform_mix: The fraction of draws that are uniform over the live items instead. The
             probabilities are those of ``Blend((Prioritized(), Uniform()), (1 - uniform_mix,
@@ -157,7 +163,7 @@ class Prioritized(ShardableSampler):
         removed: Int[Array, " R"],
     ) -> SegmentTree:
         """Sets the masses of new items, and zero for removed ones, in a single update."""
-        return change(state, added, self._new_masses(state, added, value), removed)
+        return set_masses(state, added, self._new_masses(state, added, value), removed)
 
     def set_priority(
         self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
@@ -212,8 +218,9 @@ class Prioritized(ShardableSampler):
         total = state.root("sum")
 
         def propose(key: PRNGKeyArray, rows: int, scratch: SegmentTree) -> Int[Array, " P"]:
-            # Uniform draws may hit items that are taken already and are then discarded. The share
-            # of uniform draws grows as mass is taken, which keeps the odds of the other items.
+            # An item is drawn with ``(1 - mix) * mass / total + mix / size``. Of the first term,
+            # ``left`` remains once items are drawn. Uniform draws go on over all items, and are
+            # discarded if they hit drawn ones, so that the second term remains ``mix``.
             mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
             left = over((1 - mix) * scratch.root("sum"), total)
             uniform_share = jnp.where(mix > 0, mix / (left + mix), 0.0)
@@ -236,15 +243,9 @@ class Prioritized(ShardableSampler):
         """Returns the items with mass, or all live items if none has mass or draws are mixed."""
         size, nnz = (jnp.sum(n, axis=0, dtype=jnp.int32) for n in (summaries.size, summaries.nnz))
         least = least_positive(summaries.least)
-        if isinstance(self.uniform_mix, jax.Array):
-            mixes = self.uniform_mix > 0
-            count = jnp.where(mixes | (nnz == 0), size, nnz)
-            least = jnp.where(mixes & (nnz < size), 0.0, least)
-        elif self.uniform_mix > 0:
-            count = size
-            least = jnp.where(nnz < size, 0.0, least)
-        else:
-            count = jnp.where(nnz > 0, nnz, size)
+        mixes = self.uniform_mix > 0
+        count = jnp.where(mixes | (nnz == 0), size, nnz)
+        least = jnp.where(mixes & (nnz < size), 0.0, least)
         return Support(count, self._probability(summaries, least))
 
     def metrics(self, state: SegmentTree, occupancy: Occupancy) -> dict[str, Array]:
@@ -254,19 +255,20 @@ class Prioritized(ShardableSampler):
         inverse of the sum of squared probabilities.
         """
         size, mass, largest = occupancy.size, state.leaves, state.root("max")
-        has_items, count = size > 0, jnp.maximum(size, 1).astype(jnp.float32)
+        count = jnp.maximum(size, 1).astype(jnp.float32)
         # Empty slots have no mass. An item without mass has the least priority, which is 0.
         least = jnp.where(state.nnz < size, 0.0, state.root("min_positive"))
         scaled = over(mass, largest)
         squares = over(jnp.sum(scaled * scaled), jnp.sum(scaled) ** 2)
         mix = self.uniform_mix
+        # The sum of ``((1 - mix) * mass / total + mix / count) ** 2``.
         squares = (1 - mix) ** 2 * squares + mix * (2 - mix) / count
         effective_size = jnp.where(largest > 0, over(1.0, squares), size.astype(jnp.float32))
         return {
             "priority_min": self.priority(least),
             "priority_max": self.priority(largest),
             "priority_mean": jnp.sum(self.priority(mass, _quick_power) / count),
-            "effective_sample_size": jnp.where(has_items, effective_size, 0.0),
+            "effective_sample_size": effective_size,
         }
 
     def check_valid(
@@ -287,15 +289,15 @@ class Prioritized(ShardableSampler):
         if isinstance(self.alpha, jax.Array):
             is_positive = self.alpha > 0
             base = power(mass, 1.0 / jnp.where(is_positive, self.alpha, 1.0))
-            # The mass may be one of another alpha, and its priority under this one none that fits.
-            base = jnp.where(is_positive, jnp.clip(base, TINY, _LARGEST), 1.0)
+            # The mass may be of another alpha, and its priority under this one exceed a float32.
+            base = jnp.where(is_positive, jnp.clip(base, TINY, _FLOAT32_MAX), 1.0)
         else:
             base = mass if self.alpha == 1.0 else power(mass, jnp.float32(1.0 / self.alpha))
         return jnp.where(mass > 0, jnp.maximum(base - jnp.float32(self.epsilon), 0.0), 0.0)
 
     @property
     def sequential(self) -> bool:
-        """True if rows are not drawn from strata."""
+        """True unless each row is drawn from a stratum of its own."""
         return not (self.stratified and self.replacement)
 
     @property
@@ -318,9 +320,9 @@ class Prioritized(ShardableSampler):
     ) -> Float[Array, "..."]:
         """Returns the probability that a draw gives an item of this mass."""
         total = ends(summaries.total)[-1]
-        uniform = share(jnp.sum(summaries.size, axis=0, dtype=jnp.int32))
-        # A kernel would divide in another way than XLA, which multiplies by an inverse.
-        probability = _share(over(mass, total), mass, total, uniform)
+        uniform = uniform_probability(jnp.sum(summaries.size, axis=0, dtype=jnp.int32))
+        # Not divided in the kernel: XLA may multiply by the inverse, which rounds in another way.
+        probability = _clip_probability(over(mass, total), mass, total, uniform)
         if not self._mixes:
             return probability
         probability = (1.0 - self.uniform_mix) * probability + self.uniform_mix * uniform
@@ -335,21 +337,20 @@ class Prioritized(ShardableSampler):
         mix: Float[Array, ""],
     ) -> Targets:
         """Returns targets with replacement, a fraction ``mix`` of which is uniform."""
-        words = 1 if capacity <= _ONE_WORD else 2
-        words += 2 if self._mixes else 0
-        random = random_words(key, (words, batch_size))
-        low = random[1] if capacity > _ONE_WORD else None
+        refined = capacity > _ONE_WORD
+        # A word for the point, one to refine it, one for the item of a uniform draw, and one for
+        # the coin that decides whether the draw is uniform.
+        words = random_words(key, (1 + refined + 2 * self._mixes, batch_size))
+        word, low = words[0], words[1] if refined else None
         end = ends(summaries.total)
-        stratified = self.stratified and self.replacement
-        shard, point, refine = points_of_shards(end, random[0], low, stratified=stratified)
+        shard, point, refine = points_of_shards(end, word, low, stratified=not self.sequential)
         # If the total mass is zero, every draw is uniform.
-        by_mass, word = jnp.broadcast_to(end[-1] > 0, (batch_size,)), random[0]
+        by_mass = jnp.broadcast_to(end[-1] > 0, (batch_size,))
         if self._mixes:
-            coin = (random[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
-            by_mass, word = by_mass & (coin >= mix), random[-2]
-            if isinstance(self.uniform_mix, jax.Array):
-                # A mix of 0 draws what one does that is known to be 0.
-                word = jnp.where(self.uniform_mix > 0, word, random[0])
+            coin = (words[-1] >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+            by_mass = by_mass & (coin >= mix)
+            # A varying mix of 0 draws the same items as one that is fixed at 0.
+            word = jnp.where(self.uniform_mix > 0, words[-2], word)
         shard = jnp.where(by_mass, shard, draw_shards(summaries.size, key, batch_size))
         return Targets(shard, _Point(point, refine, word, by_mass))
 
@@ -366,11 +367,11 @@ class Prioritized(ShardableSampler):
 def _base(
     priority: Float[Array, "..."], epsilon: Float[Array, ""]
 ) -> tuple[Float[Array, "..."], Bool[Array, "..."]]:
-    """Returns ``priority + epsilon`` for a priority of at least the least mass, or of 0.
+    """Returns ``max(priority, TINY) + epsilon``, or ``epsilon`` for a priority of 0.
 
-    And a mask of the legal priorities.
+    Also returns a mask of the legal priorities. Others count as 0.
     """
-    # By its bits, since a comparison of numbers may take the smallest ones for zeros. Negative
+    # Compares bits, since XLA may take the smallest (subnormal) numbers for zeros. Negative
     # ones are refused elsewhere, and must not make a NaN here: ``jax_debug_nans`` would raise.
     positive = lax.bitcast_convert_type(priority, jnp.int32) > 0
     least = jnp.maximum(priority, jnp.float32(TINY))
@@ -386,15 +387,15 @@ def _within(mass: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array
 
 
 @native.kernel("mass_share")
-def _share(
-    share: Float[Array, "..."],
+def _clip_probability(
+    probability: Float[Array, "..."],
     mass: Float[Array, "..."],
     total: Float[Array, ""],
     uniform: Float[Array, ""],
 ) -> Float[Array, "..."]:
-    """Returns the share of a mass in the total, not 0 if it has mass; uniform without a total."""
+    """Returns a probability, at least ``TINY`` if there is mass; ``uniform`` without a total."""
     least = jnp.where(mass > 0, jnp.float32(TINY), jnp.zeros_like(mass))
-    return jnp.where(total > 0, jnp.maximum(share, least), uniform)
+    return jnp.where(total > 0, jnp.maximum(probability, least), uniform)
 
 
 def _quick_power(base: Float[Array, "..."], exponent: Array) -> Float[Array, "..."]:
@@ -403,7 +404,14 @@ def _quick_power(base: Float[Array, "..."], exponent: Array) -> Float[Array, "..
 
 
 class _Point(NamedTuple):
-    """A prefix of the mass of a shard, how far it may be moved, and a word for a uniform draw."""
+    """The points of a draw.
+
+    Attributes:
+        prefix: A point in the mass of the shard.
+        refine: An offset that refines it; see ``SegmentTree.find``.
+        word: A random word for a uniform draw.
+        by_mass: Whether the row is drawn by mass, else uniformly.
+    """
 
     prefix: Float[Array, " B"]
     refine: Float[Array, " B"]

@@ -175,7 +175,7 @@ class Sampler(Movable, abc.ABC):
     def support(self, state: State, occupancy: Occupancy) -> Support:
         """Returns the items that can be drawn; by default all live items, equally likely."""
         del state
-        return Support(occupancy.size, share(occupancy.size))
+        return Support(occupancy.size, uniform_probability(occupancy.size))
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:
         """Returns scalars to monitor."""
@@ -388,7 +388,7 @@ class Evictor(abc.ABC):
         """Returns the occupancy of an empty buffer."""
 
 
-def share(size: Int[Array, ""]) -> Float[Array, ""]:
+def uniform_probability(size: Int[Array, ""]) -> Float[Array, ""]:
     """Returns ``1 / size``, or 0 if the size is 0."""
     return jnp.where(size > 0, 1.0 / jnp.maximum(size, 1).astype(jnp.float32), 0.0)
 

@@ -25,7 +25,14 @@ from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics, to_rank
-from jaxbuf.strategies.mass import change, draw_distinct, effective_size, is_priority, over, points
+from jaxbuf.strategies.mass import (
+    draw_distinct,
+    effective_size,
+    is_priority,
+    over,
+    points,
+    set_masses,
+)
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
 
@@ -144,7 +151,7 @@ class RankBased(KnownSampler):
         index = jnp.concatenate([added, removed])
         value = jnp.concatenate([self._new_values(state, added, value), removed_value])
         mass_of_first = jnp.ones(added.shape, jnp.float32)
-        masses = change(state.masses, added, mass_of_first, removed)
+        masses = set_masses(state.masses, added, mass_of_first, removed)
         return self._changed(state.replace(masses=masses), index, value)
 
     def set_priority(

@@ -18,7 +18,7 @@ from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.protocols import Draw, Sampler, share
+from jaxbuf.strategies.protocols import Draw, Sampler, uniform_probability
 from jaxbuf.strategies.uniform import Uniform
 
 
@@ -189,7 +189,7 @@ class Shuffled(Sampler):
         index, valid = distinct(key, batch_size, count, (), propose, None, state.capacity)
         slot = jnp.where(valid, index, state.capacity)
         state = vary_with(state, slot).mark(slot, jnp.zeros_like(valid), jnp.ones_like(valid))
-        probability = jnp.broadcast_to(share(occupancy.size), (batch_size,))
+        probability = jnp.broadcast_to(uniform_probability(occupancy.size), (batch_size,))
         return self._advanced(state, batch_size), Draw(index, probability, valid)
 
     def probability(
@@ -197,7 +197,7 @@ class Shuffled(Sampler):
     ) -> Float[Array, " B"]:
         """Returns the probability that a single draw gives each of these live items."""
         del state
-        return jnp.broadcast_to(share(occupancy.size), index.shape)
+        return jnp.broadcast_to(uniform_probability(occupancy.size), index.shape)
 
     def metrics(self, state: Pass, occupancy: Occupancy) -> dict[str, Array]:
         """Returns the number of finished ``passes``, and of items ``left`` in this one."""

@@ -11,7 +11,13 @@ from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.mass import draw_shards
-from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets, share
+from jaxbuf.strategies.protocols import (
+    Draw,
+    ShardableSampler,
+    Support,
+    Targets,
+    uniform_probability,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +78,14 @@ class Uniform(ShardableSampler):
     def support_among(self, summaries: Int[Array, " S"]) -> Support:
         """Returns the support, which is all live items."""
         size = jnp.sum(summaries, axis=0, dtype=jnp.int32)
-        return Support(size, share(size))
+        return Support(size, uniform_probability(size))
 
     def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
         size = occupancy.size
-        probability = jnp.broadcast_to(share(size), (batch_size,))
+        probability = jnp.broadcast_to(uniform_probability(size), (batch_size,))
         index, valid = distinct(
             key,
             batch_size,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt
 
-from jaxbuf.buffers.base import is_created
+from jaxbuf.buffers.base import owns_items
 from jaxbuf.core import fields, trees
 from jaxbuf.core.hyperparameters import are_legal, bind
 from jaxbuf.core.problems import checked, first_wrong
@@ -64,8 +64,8 @@ def assert_valid(buffer: Any) -> None:
           buffer.sampler.probability(...) sums to 0.5 over all items; expected 1
     """
     structures.check_concrete(buffer, "buffer")
-    nodes = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=is_created)
-    buffers = [(path, node) for path, node in nodes if is_created(node)]
+    nodes = jax.tree_util.tree_leaves_with_path(buffer, is_leaf=owns_items)
+    buffers = [(path, node) for path, node in nodes if owns_items(node)]
     if not buffers:
         raise ValueError(f"buffer is a {type(buffer).__name__}, in which there is no buffer")
     problems: list[str] = []
@@ -234,9 +234,9 @@ def _recompute_index(buffer: Any) -> dict[str, Any]:
     rows = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), data)  # [E * T, ...]
     new_index = episodes.init_windows(rows, empty).extend(data, empty, target, steps.valid)
     slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
-    windows = rings.window(slot)  # [N, L]
+    windows = rings.rows_of(slot)  # [N, L]
     length = jnp.sum(index.in_episode(rings, slot), axis=1, dtype=jnp.int32)
-    start = rings.starts_at(slot, rings.generation(slot))
+    start = rings.first_step_of(slot, rings.generation(slot))
     newest = start[1] + (length - 1).astype(jnp.uint32)
     terminated, _ = index.episodes.flags(buffer.data)
     final = jnp.take_along_axis(windows, length[:, None] - 1, axis=1)[:, 0]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size
-from jaxbuf.buffers.base import is_created
+from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.buffer import as_buffer, check_options
 from jaxbuf.buffers.sample import Normalize, Sample, importance_weights
 from jaxbuf.core import checks, trees
@@ -506,7 +506,7 @@ class Holder(Generic[State]):
         buffer.check_room(asks, needs, length)
         _check_rate(self._limiter, asks_for_rows, "can_sample", rows)
         inner, _ = buffer.inside()
-        if not (is_created(inner) and inner.num_envs):
+        if not (owns_items(inner) and inner.num_envs):
             length = None
         request = _Request(asks, False, rows, needs, length)
         with self._turn() as signals:

@@ -243,7 +243,7 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
 
     @property
     def hyperparameters(self) -> dict[str, Array]:
-        """The numbers of the sampler that vary, on ``device``."""
+        """The varying hyperparameters of the sampler, on ``device``."""
         return self.buffer.hyperparameters
 
     def support(self) -> Support:

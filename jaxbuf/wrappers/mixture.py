@@ -59,12 +59,13 @@ _MISSING = {
 class Mixture(SlottedBuffer, Described):
     """Several buffers, sampled together at fixed ratios, for example offline and online data.
 
-    A batch has an exact number of rows from each part, ordered by part. Slots are numbered through
-    all parts: the slots of a part follow those of the parts before it, so that ``update_priority``
-    reaches the right part. The ``probability`` of a row is the part's share of the batch, times the
-    probability within the part. ``importance_weights`` are therefore relative to a uniform draw
-    from the items of all parts, whatever their samplers. If the ratios are to remain, weigh the
-    rows within their parts: ``importance_weights(..., within="part")``.
+    The buffers are called its parts. A batch has an exact number of rows from each part, ordered by
+    part. Slots are numbered through all parts: the slots of a part follow those of the parts before
+    it, so that ``update_priority`` reaches the right part. The ``probability`` of a row is the
+    part's share of the batch, times the probability within the part. ``importance_weights`` are
+    therefore relative to a uniform draw from the items of all parts, whatever their samplers. If
+    the ratios are to remain, weigh the rows within their parts:
+    ``importance_weights(..., within="part")``.
 
     An empty part returns rows that are not valid, and the other parts are not affected, so that
     shapes and the numbers of rows do not depend on the contents of the parts. Use ``can_sample``
@@ -73,7 +74,7 @@ class Mixture(SlottedBuffer, Described):
     The mixture is an immutable pytree, like its parts, and works with ``jaxbuf.sample``,
     ``jaxbuf.update_priority`` and ``jaxbuf.importance_weights``. A part may be a mixture itself.
 
-    Parts may be of different kinds: an operation applies to the parts that have it, as
+    Parts may be of different kinds: an operation applies to the parts that have it, for example
     ``mark_used`` to those with ``Freshness``, each with its own rows. Rows of other parts are
     dropped. ``add`` and ``insert`` take the number of the part, ``part=``. ``part_slots`` returns
     the slots of one part for its own methods.
@@ -164,7 +165,9 @@ class Mixture(SlottedBuffer, Described):
         largest remainders; among equal remainders, to the first parts.
         """
         rows = check_batch_size(batch_size)
-        product = np.uint64(2 * rows) * np.asarray(self._shares, np.uint64)
+        # Ratios are in units of 2**-31, so the high and the low half of twice the product are rows,
+        # and a remainder in units of 2**-32.
+        product = np.uint64(2 * rows) * np.asarray(self._fixed_point_ratios, np.uint64)
         whole, rest = product >> 32, product & np.uint64(2**32 - 1)
         counts = _largest_remainders(rows, whole.astype(np.int64), rest)
         return tuple(int(count) for count in counts)
@@ -172,7 +175,7 @@ class Mixture(SlottedBuffer, Described):
     def shares(self, rows: int) -> list[Share]:
         """Returns the buffers that a batch comes from; a part may be a mixture of several.
 
-        A part that gives no row to a batch so small has its ratio as its share.
+        A part that gives no row to this batch is listed with its ratio.
         """
         counts = self.counts(rows) if rows else [0] * len(self.parts)
         shares: list[Share] = []
@@ -197,9 +200,9 @@ class Mixture(SlottedBuffer, Described):
         else:
             rows = storage.check_rows(batch_size, "batch_size", (), np.int32, "a number")
             doubled = jnp.broadcast_to(2 * jnp.maximum(rows, 0).astype(jnp.uint32), len(self.parts))
-            shares = jnp.asarray(self._shares, jnp.uint32)  # [P]
-            # The high and low halves of the 64-bit product.
-            whole, rest = scale_word(doubled, shares), doubled * shares
+            ratios = jnp.asarray(self._fixed_point_ratios, jnp.uint32)  # [P]
+            # The high and low halves of the 64-bit product, as in ``counts``.
+            whole, rest = scale_word(doubled, ratios), doubled * ratios
             counts = jnp.maximum(_largest_remainders(rows, whole, rest), 1)
         able = [
             part.can_sample(counts[i])
@@ -238,7 +241,7 @@ class Mixture(SlottedBuffer, Described):
 
     @property
     def hyperparameters(self) -> dict[str, Array]:
-        """The numbers of samplers that vary, with the number of the part: ``0/alpha``."""
+        """The varying hyperparameters of samplers, with the number of the part: ``0/alpha``."""
         return {
             f"{i}/{name}": value
             for i, part in enumerate(self.parts)
@@ -261,8 +264,8 @@ class Mixture(SlottedBuffer, Described):
     def with_sampler(self, sampler: Sampler, **options: Unpack[PartOptions]) -> Self:
         i = self._check_part(options.pop("part", None))
         check_options(self.parts[i], "with_sampler", options, f"parts[{i}]")
-        changed = self._slotted(i).with_sampler(sampler, **options)
-        return self.replace(parts=(*self.parts[:i], changed, *self.parts[i + 1 :]))
+        # Another sampler changes the structure, so not by ``replace_part``.
+        return self._with_part(i, self._slotted(i).with_sampler(sampler, **options))
 
     def replace_part(self, part: int, buffer: DrawnBuffer | SlottedBuffer | Queue) -> Self:
         """Returns the mixture with a new state of one part.
@@ -274,7 +277,7 @@ class Mixture(SlottedBuffer, Described):
         i = self._check_part(part)
         if jax.tree.structure(buffer) != jax.tree.structure(self.parts[i]):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
-        return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
+        return self._with_part(i, buffer)
 
     def sample(
         self, key: PRNGKeyArray, batch_size: int, **options: Unpack[SampleOptions]
@@ -360,28 +363,32 @@ class Mixture(SlottedBuffer, Described):
         return self.replace(parts=tuple(parts)), self._batch(samples)
 
     def _batch(self, samples: dict[int, Sample]) -> Sample:
-        """Joins the samples of parts, by the number of the part, to one batch."""
+        """Joins samples of parts to one batch, with slots and probabilities of the mixture.
+
+        Args:
+            samples: The sample of each part that gives rows, by the number of the part.
+        """
         rows = sum(sample.valid.shape[0] for sample in samples.values())
 
-        def share_of_batch(i: int, sample: Sample) -> Sample:
+        def in_mixture(i: int, sample: Sample) -> Sample:
             share = jnp.float32(sample.valid.shape[0] / rows)
             return sample.replace(
                 slots=self._global_slots(i, sample.slots), probability=sample.probability * share
             )
 
-        shares = [share_of_batch(i, sample) for i, sample in samples.items()]
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *shares)
+        joined = [in_mixture(i, sample) for i, sample in samples.items()]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *joined)
 
     def _global_slots(self, part: int, slots: Slots) -> Slots:
         """Returns slots of a part as slots of the mixture, the inverse of ``part_slots``."""
         inside = slots.index < self.parts[part].capacity
-        index = jnp.where(inside, slots.index + self._offset(part), self.capacity)
+        index = jnp.where(inside, slots.index + self._slot_offset(part), self.capacity)
         return slots.replace(index=index)
 
     def part_of(self, slots: Slots) -> Int[Array, " B"]:
         """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""
         slots = check_slots(slots)
-        ends = [self._offset(i + 1) for i in range(len(self.parts))]
+        ends = [self._slot_offset(i + 1) for i in range(len(self.parts))]
         past = slots.index[:, None] >= jnp.asarray(ends, jnp.int32)[None]  # [B, P]
         past |= slots.index[:, None] < 0
         return jnp.sum(past, axis=1, dtype=jnp.int32)
@@ -413,7 +420,7 @@ class Mixture(SlottedBuffer, Described):
         """
         slots = check_slots(slots)
         i = self._check_part(part)
-        index, capacity = slots.index - self._offset(i), self.parts[i].capacity
+        index, capacity = slots.index - self._slot_offset(i), self.parts[i].capacity
         inside = (index >= 0) & (index < capacity)  # [B]
         return slots.replace(index=jnp.where(inside, index, capacity))
 
@@ -428,18 +435,16 @@ class Mixture(SlottedBuffer, Described):
             )
         parts, slots = list(self.parts), operation.slots
 
-        def perform(i: int) -> tuple[Any, Any]:
-            part = self.parts[i]
-            if slots is None:
-                return True, operation.of(part, arguments)
+        def perform(i: int) -> tuple[Bool[Array, " B"], Any]:
+            assert slots is not None
             part_slots = self.part_slots(arguments[slots], i)
-            mask = part_slots.index < part.capacity
-            return mask, operation.of(part, arguments | {slots: part_slots})
+            result = operation.call_on(parts[i], arguments | {slots: part_slots})
+            return part_slots.index < parts[i].capacity, result
 
         if not operation.changes:
             return self._join(operation.name, operation.needs, perform)
-        for i in self._able(operation.name, operation.needs):
-            _, parts[i] = perform(i)
+        for i in self._able_parts(operation.name, operation.needs):
+            parts[i] = operation.call_on(parts[i], arguments) if slots is None else perform(i)[1]
         return self.replace(parts=tuple(parts))
 
     def get(self, slots: Slots) -> Sample:
@@ -572,11 +577,14 @@ class Mixture(SlottedBuffer, Described):
             metrics |= {f"{i}/{name}": value for name, value in part.metrics().items()}
         return metrics
 
+    def _with_part(self, i: int, buffer: Any) -> Self:
+        return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
+
     def _slotted(self, part: int) -> SlottedBuffer:
-        """Returns a part that is able to do something, and so is a buffer of this library."""
+        """Returns a part of which the caller knows that it is a ``SlottedBuffer``."""
         return cast("SlottedBuffer", self.parts[part])
 
-    def _able(self, name: str, needs: str) -> list[int]:
+    def _able_parts(self, name: str, needs: str) -> list[int]:
         """Returns the numbers of the parts that are able to do what an operation needs.
 
         Raises:
@@ -600,7 +608,7 @@ class Mixture(SlottedBuffer, Described):
             read: Returns a mask of the rows of a part, ``[B]``, and its results, ``[B, ...]``.
         """
         joined: PyTree = None
-        for i in self._able(name, needs):
+        for i in self._able_parts(name, needs):
             mask, result = read(i)
             joined = result if joined is None else trees.choose(mask, result, joined)
         return joined
@@ -619,8 +627,20 @@ class Mixture(SlottedBuffer, Described):
         return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), joined)
 
     def _of_envs(self, name: str, envs: Envs, change: Function, needs: str = "episodes") -> Self:
-        """Returns the mixture after a change of environments, numbered as in ``locate``."""
-        able, mask, parts = self._able(name, needs), mask_of(envs, self.num_envs), [*self.parts]
+        """Applies ``change(part, mask)`` to the able parts, with the mask of their environments.
+
+        Args:
+            name: The name of the operation, for errors.
+            envs: A mask or numbers of environments of all parts, which are numbered as in
+                ``locate``.
+            change: Returns a part after a change of the environments in the mask.
+            needs: What a part must be able to do.
+        """
+        able, mask, parts = (
+            self._able_parts(name, needs),
+            mask_of(envs, self.num_envs),
+            [*self.parts],
+        )
         for i in able:
             start, count = self._env_offset(i), as_buffer(parts[i]).num_envs
             parts[i] = change(parts[i], mask[start : start + count])
@@ -642,12 +662,12 @@ class Mixture(SlottedBuffer, Described):
         return sum(as_buffer(earlier).num_envs for earlier in self.parts[:part])
 
     @property
-    def _shares(self) -> list[int]:
+    def _fixed_point_ratios(self) -> list[int]:
         """The ratios in units of 2**-31, so that traced products with them are exact."""
         bounds = [round(sum(self.ratios[:i]) * 2**31) for i in range(len(self.ratios) + 1)]
         return [end - start for start, end in itertools.pairwise(bounds)]
 
-    def _offset(self, part: int) -> int:
+    def _slot_offset(self, part: int) -> int:
         """Returns the number of slots of the parts before this one."""
         return sum(earlier.capacity for earlier in self.parts[:part])
 
@@ -674,7 +694,8 @@ def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:
     """
     # Ratios are rounded, so remainders that should be equal may differ in their last bits.
     rest = ((rest >> 1) + 2**14) >> 15
-    earlier = np.tri(len(rest), k=-1, dtype=bool)  # [P, P]
+    # Whether part j comes before part i, and gets an extra row before it, [i, j].
+    earlier = np.tri(len(rest), k=-1, dtype=bool)
     ahead = (rest[None] > rest[:, None]) | ((rest[None] == rest[:, None]) & earlier)
     return whole + (ahead.sum(axis=1) < rows - whole.sum()).astype(whole.dtype)
 
@@ -684,7 +705,7 @@ def _total(numbers: list[Array]) -> Int[Array, ""]:
 
 
 def _next_of(part: Any, key: PRNGKeyArray, rows: int) -> tuple[Any, Sample]:
-    """Returns the next rows of a part, and the part after them."""
+    """Returns a part after its next batch, or without its oldest items, and these rows."""
     return part.take(rows) if as_buffer(part).is_queue else part.next_batch(key, rows)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.buffers.sample import _drawn
+from jaxbuf.buffers.sample import _drawable
 from jaxbuf.core import native, storage
 from jaxbuf.core.native import called_from_python, using_native
 from jaxbuf.core.random import scale_word
@@ -211,13 +211,13 @@ def test_the_last_of_equal_rows_is_the_same(numbers, rows):
     # Many numbers that begin their search at the same place in the kernel's table.
     place = np.arange(2**22, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - 15)
     lanes[1] = rng.choice(np.flatnonzero(place == 3), rows)
-    # Some rows are nowhere already.
-    nowhere = int(lanes[0, 0])
+    # Some rows are past the end already.
+    past_end = int(lanes[0, 0])
     later = {int(number): row for row, number in enumerate(lanes[0])}
     expected = [later[int(n)] == row for row, n in enumerate(lanes[0])]
-    keep = functools.partial(keep_last, nowhere=nowhere)
+    keep = functools.partial(keep_last, past_end=past_end)
     found = both(keep, jnp.asarray(lanes[0]))
-    assert found.tolist() == np.where(expected, lanes[0], nowhere).tolist()
+    assert found.tolist() == np.where(expected, lanes[0], past_end).tolist()
     both(jax.vmap(keep), jnp.asarray(lanes))
 
 
@@ -254,7 +254,7 @@ def flags(rng, rows):
 
 
 def share_of(mass, total, uniform):
-    return prioritized._share(over(mass, total), mass, total, uniform)
+    return prioritized._clip_probability(over(mass, total), mass, total, uniform)
 
 
 # The function, and its arguments for a number of rows.
@@ -264,7 +264,7 @@ ROWS = {
     "mass of 1": lambda rng, n: (jaxbuf.Prioritized(alpha=1, epsilon=0.1).mass, numbers(rng, n)),
     "share": lambda rng, n: (share_of, np.abs(numbers(rng, n)), *np.float32([3e4, 0.1])),
     "no share": lambda rng, n: (share_of, np.zeros(n, "f4"), *np.float32([0, 0.1])),
-    "drawn": lambda rng, n: (_drawn, numbers(rng, n), flags(rng, n)[0]),
+    "drawn": lambda rng, n: (_drawable, numbers(rng, n), flags(rng, n)[0]),
     "strata": lambda rng, n: (
         lambda word, total: points(word, None, total, stratified=True),
         words(rng, n),
@@ -277,14 +277,14 @@ ROWS = {
     "each scaled": lambda rng, n: (scale_word, words(rng, n), words(rng, n) >> np.uint32(1)),
     "rows of a ring": lambda rng, n: (Ring.rows_to_change, RING, names(rng, n, 9), *flags(rng, n)),
     "slots of a ring": lambda rng, n: (
-        functools.partial(Ring.slots_of, nowhere=9), RING, names(rng, n, 9).index,
+        functools.partial(Ring.slots_of, past_end=9), RING, names(rng, n, 9).index,
         rng.random(n) < 0.8,
     ),
     "rows of windows": lambda rng, n: (
         Rings.rows_to_change, WINDOWS, names(rng, n, 12), *flags(rng, n)
     ),
     "slots of windows": lambda rng, n: (
-        functools.partial(Rings.slots_of, nowhere=36), WINDOWS, names(rng, n, 12).index,
+        functools.partial(Rings.slots_of, past_end=36), WINDOWS, names(rng, n, 12).index,
         rng.random(n) < 0.8,
     ),
     "items at": lambda rng, n: (

@@ -62,7 +62,7 @@ def windows_of(buffer):
     """The windows in a buffer, and in which slots they are."""
     slots = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
     live = jax.jit(lambda occupancy: occupancy.live(slots))(buffer.occupancy)
-    window = jax.jit(lambda rings: rings.window(slots))(buffer.rings)
+    window = jax.jit(lambda rings: rings.rows_of(slots))(buffer.rings)
     at = np.flatnonzero(live)
     ids = np.asarray(buffer.data["id"]).reshape(-1)[np.asarray(window)[at]]
     return [tuple(row) for row in ids.tolist()], at

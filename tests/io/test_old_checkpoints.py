@@ -73,7 +73,7 @@ def windows_of(buffer):
     slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
     live = np.asarray(buffer.occupancy.live(slot))
     slots = jaxbuf.Slots(slot, buffer.occupancy.generation(slot))
-    first = np.asarray(buffer.data["id"]).reshape(-1)[np.asarray(buffer.rings.window(slot))[:, 0]]
+    first = np.asarray(buffer.data["id"]).reshape(-1)[np.asarray(buffer.rings.rows_of(slot))[:, 0]]
     count = np.asarray(buffer.episode_mask(slots)).sum(axis=1)
     return set(zip(first[live].tolist(), count[live].tolist(), strict=True))
 

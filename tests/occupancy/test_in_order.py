@@ -34,7 +34,7 @@ def live_in_order(occupancy):
     return np.asarray(order)[np.asarray(live)]
 
 
-split = jax.jit(lambda rings: rings.split(jnp.arange(rings.num_slots, dtype=jnp.int32)))
+split = jax.jit(lambda rings: rings.ring_and_start(jnp.arange(rings.num_slots, dtype=jnp.int32)))
 
 
 @pytest.mark.parametrize("name", ITEMS)

@@ -84,7 +84,7 @@ def expected():
 @pytest.mark.parametrize(("devices", "at_once"), [(1, False), (2, True), (4, False), (8, False)])
 def test_the_number_of_devices_changes_nothing(monkeypatch, expected, devices, at_once):
     if not at_once:
-        monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+        monkeypatch.setattr(exchange, "_SINGLE_STEP_BYTES", 0)
     step = program()
     got = jax.device_get(jax.jit(step)(filled(mesh_of(devices)), jax.random.key(1)))
     for have, want in zip(got, expected, strict=True):
@@ -458,7 +458,7 @@ def test_any_mesh(expected, kind, axes, active):
 
 
 def test_inside_of_a_shard_map_as_it_comes(monkeypatch, expected):
-    monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+    monkeypatch.setattr(exchange, "_SINGLE_STEP_BYTES", 0)
     mesh = mesh_of(4)
 
     def step(buffer, items, number):
@@ -527,7 +527,7 @@ def changed():
 @pytest.mark.parametrize(("devices", "at_once"), [(1, True), (4, True), (8, False)])
 def test_changes_reach_items_on_any_device(monkeypatch, changed, devices, at_once):
     if not at_once:
-        monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+        monkeypatch.setattr(exchange, "_SINGLE_STEP_BYTES", 0)
     args = rows(1000 + np.arange(16)), jax.random.key(1)
     got = jax.device_get(jax.jit(changes())(removable(mesh_of(devices)), *args))
     chex.assert_trees_all_close(
@@ -591,7 +591,7 @@ def test_without_exchange_means_are_unbiased():
 @pytest.mark.parametrize("at_once", [True, False])
 def test_empty_and_underfull(monkeypatch, at_once):
     if not at_once:
-        monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+        monkeypatch.setattr(exchange, "_SINGLE_STEP_BYTES", 0)
     draw = jax.jit(lambda buffer: buffer.sample(jax.random.key(0), 16))
     buffer = jaxbuf.Sharded.create(make(), mesh_of(8), "data")
     batch = draw(buffer)

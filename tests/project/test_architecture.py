@@ -90,7 +90,7 @@ ASKED = {
     ("wrappers/holder.py", "'size'"): "a check of a user's state",
     ("wrappers/holder.py", "name"): "a check of a user's limiter",
     ("wrappers/mixture.py", "Slots"): "slots and steps are both a way to name an episode",
-    ("wrappers/sharded/operations.py", "Body"): "a check of what a user's function makes",
+    ("wrappers/sharded/operations.py", "SampledBuffer"): "a check of what a user's function makes",
 }
 # Attributes of arrays and functions, and files about things of another library.
 FOREIGN = {"'dtype'", "'shape'", "'trace'"}

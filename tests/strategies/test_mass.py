@@ -8,14 +8,14 @@ from jax.scipy.stats import norm
 
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.strategies.mass import (
-    change,
     draw_by_mass,
     draw_distinct,
     effective_size,
     ends,
     over,
     points_of_shards,
-    zero,
+    remove_masses,
+    set_masses,
 )
 
 MASS = np.array([0, 3, 1, 0, 0, 4, 8, 0], np.float32)
@@ -29,15 +29,17 @@ def tree_of(mass):
 def test_what_comes_and_goes_changes_at_once():
     before = tree_of(MASS)
     added, removed = jnp.array([0, 6, 99]), jnp.array([1, 3, 1, 99])
-    after = change(before, added, jnp.array([5.0, 2.0, 7.0]), removed)
+    after = set_masses(before, added, jnp.array([5.0, 2.0, 7.0]), removed)
     want = MASS.copy()
     want[[0, 6]], want[[1, 3]] = [5, 2], 0
     np.testing.assert_array_equal(after.leaves, want)
     assert (float(after.root("sum")), int(after.nnz)) == (want.sum(), (want > 0).sum())
-    np.testing.assert_array_equal(zero(before, removed).leaves, np.where(MASS == 3, 0, MASS))
+    np.testing.assert_array_equal(
+        remove_masses(before, removed).leaves, np.where(MASS == 3, 0, MASS)
+    )
     # Then no slot can be there twice, except past the end.
     nothing, added = jnp.zeros((0,), jnp.int32), jnp.array([0, 99, 6, 99])
-    after = change(before, added, jnp.array([5.0, 7.0, 2.0, 8.0]), nothing)
+    after = set_masses(before, added, jnp.array([5.0, 7.0, 2.0, 8.0]), nothing)
     want = MASS.copy()
     want[[0, 6]] = [5, 2]
     np.testing.assert_array_equal(after.leaves, want)

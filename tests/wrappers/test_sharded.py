@@ -283,5 +283,5 @@ def test_shards_without_a_chance_are_not_counted():
 
 def test_a_point_at_the_end_of_all_shards_lies_in_the_last_one_with_mass():
     end = mass.ends(jnp.array([1.0, 2.0, 0.0, 0.0]))
-    shard, _ = mass.shard_of(end, jnp.array([0.0, 1.0, 3.0, 4.0]))
+    shard, _ = mass.interval_of(end, jnp.array([0.0, 1.0, 3.0, 4.0]))
     assert shard.tolist() == [0, 1, 1, 1]

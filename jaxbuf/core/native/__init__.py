@@ -278,9 +278,9 @@ def mark(
     return _call("mark", nodes, *arrays, in_place=True, starts=starts, capacity=capacity)
 
 
-def keep_last(index: Int[Array, " B"], *, nowhere: int) -> Int[Array, " B"]:
-    """Returns the index with ``nowhere`` in place of numbers that a later row repeats."""
-    return _call("keep_last", index, index, nowhere=nowhere)
+def keep_last(index: Int[Array, " B"], *, past_end: int) -> Int[Array, " B"]:
+    """Returns the index with ``past_end`` in place of numbers that a later row repeats."""
+    return _call("keep_last", index, index, past_end=past_end)
 
 
 def random_words(key: UInt[Array, " 2"], *, count: int) -> UInt[Array, " {count}"]:

@@ -26,7 +26,7 @@ using Numbers = ffi::Span<const int64_t>;
 
 // Attributes as parameters, from which their names are known.
 constexpr char kCapacity[] = "capacity", kOps[] = "ops", kStarts[] = "starts";
-constexpr char kNowhere[] = "nowhere", kSizes[] = "sizes";
+constexpr char kPastEnd[] = "past_end", kSizes[] = "sizes";
 using Capacity = ffi::Attr<int64_t, kCapacity>;
 using Sizes = ffi::Attr<Numbers, kSizes>;
 
@@ -523,15 +523,15 @@ ffi::Error Mark(Words nodes, Ints index, Flags member, ffi::Result<Words> out,
 
 // Rows
 
-// Puts `nowhere` in place of numbers that a later row repeats. The numbers enter a hash table from the
+// Puts `past_end` in place of numbers that a later row repeats. The numbers enter a hash table from the
 // last one to the first; one that is in it already is repeated.
-ffi::Error KeepLast(Ints index, ffi::Result<Ints> out, ffi::Attr<int64_t, kNowhere> nowhere) {
+ffi::Error KeepLast(Ints index, ffi::Result<Ints> out, ffi::Attr<int64_t, kPastEnd> past_end) {
   const size_t axes = index.dimensions().size() - 1;
   const int64_t lanes = Product(index.dimensions(), axes), rows = index.dimensions()[axes];
   // At most a quarter of the table is full, so a search rarely passes a place that is taken.
   int bits = 1;
   while ((int64_t{1} << bits) < 4 * rows) ++bits;
-  const int32_t empty = static_cast<int32_t>(*nowhere);
+  const int32_t empty = static_cast<int32_t>(*past_end);
   std::vector<int32_t> table(size_t{1} << bits);
   for (int64_t t = 0; t < lanes; ++t) {
     std::fill(table.begin(), table.end(), empty);
@@ -595,14 +595,14 @@ ffi::Error RowsToChange(Words cursor, Words lap, Words held, Ints index, Words g
                         ffi::Result<Words> refused, Sizes sizes) {
   return ForLanes(*out, [&](int64_t rows, const auto& lane) {
     const Items items(lane(cursor), lane(lap), lane(held), *sizes);
-    const int32_t *at = lane(index), nowhere = static_cast<int32_t>(items.slots);
+    const int32_t *at = lane(index), past_end = static_cast<int32_t>(items.slots);
     const uint32_t* of = lane(generation);
     const bool *wants = lane(wanted), *may = lane(legal);
     int32_t* __restrict to = lane(*out);
     uint32_t count = 0;
     for (int64_t i = 0; i < rows; ++i) {
       const bool holds = wants[i] & items.IsLive(at[i]) & (items.Generation(at[i]) == of[i]);
-      to[i] = holds & may[i] ? at[i] : nowhere;
+      to[i] = holds & may[i] ? at[i] : past_end;
       count += holds & !may[i];
     }
     *lane(*refused) = count;
@@ -616,14 +616,14 @@ ffi::Error SlotsOf(Words cursor, Words lap, Words held, Ints index, Flags valid,
   return ForLanes(*out, [&](int64_t rows, const auto& lane) {
     const Items items(lane(cursor), lane(lap), lane(held), *sizes);
     const int32_t *from = lane(index);
-    const int32_t nowhere = static_cast<int32_t>((*sizes)[sizes->size() - 1]);
+    const int32_t past_end = static_cast<int32_t>((*sizes)[sizes->size() - 1]);
     const bool* was = lane(valid);
     int32_t* __restrict to = lane(*out);
     uint32_t* __restrict of = lane(*generation);
     bool* __restrict is = lane(*still);
     for (int64_t i = 0; i < rows; ++i) {
       is[i] = was[i] & items.IsLive(from[i]);
-      to[i] = is[i] ? from[i] : nowhere;
+      to[i] = is[i] ? from[i] : past_end;
       of[i] = items.Generation(to[i]);
     }
   });

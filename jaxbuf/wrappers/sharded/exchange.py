@@ -14,13 +14,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.core import collectives
-from jaxbuf.wrappers.sharded.per_device import map_shards, numbers_of
+from jaxbuf.wrappers.sharded.per_device import map_shards, shard_ids
 
 # A batch of at most this many bytes is exchanged in a single step, with room for every row from
 # every device.
-_AT_ONCE = 2**20
+_SINGLE_STEP_BYTES = 2**20
 # Up to this number of shards times rows, a shard and a row fit into one word.
-_PACKED = 2**32
+_MOST_PACKED = 2**32
 
 
 def exchange(
@@ -34,7 +34,7 @@ def exchange(
     """Returns the rows of a batch that belong on this device, from the shards that hold them.
 
     Args:
-        fetch: A function ``(shard, number, row)`` that returns rows ``[n]`` of the batch, leaves
+        fetch: A function ``(shard, shard_id, row)`` that returns rows ``[n]`` of the batch, leaves
             ``[n, ...]``, from a shard of this device; rows of other shards are arbitrary.
         shards: The shards of this device, leaves ``[L, ...]``.
         shard_of_row: The shard that holds each row, ``[B]``, the same on every device.
@@ -45,18 +45,18 @@ def exchange(
     Returns:
         The rows of this device, leaves ``[B / D, ...]``.
     """
-    numbers, this_device = numbers_of(shards, axis), lax.axis_index(axis)  # [L], []
-    batch_size, local = shard_of_row.shape[0], numbers.shape[0]
+    ids, this_device = shard_ids(shards, axis), lax.axis_index(axis)  # [L], []
+    batch_size, local = shard_of_row.shape[0], ids.shape[0]
     devices, per_shard = count // local, batch_size // count
     per_device = local * per_shard
 
     def send(row: Int[Array, " n"]) -> PyTree[Array]:
-        """Sends block ``d`` of these rows to device ``d``; returns a block from each device."""
-        rows = map_shards(fetch, in_axes=(0, 0, None))(shards, numbers, row)  # [L, n, ...]
+        """Sends block ``d`` of these rows to device ``d``; returns one from each, ``[n, ...]``."""
+        rows = map_shards(fetch, in_axes=(0, 0, None))(shards, ids, row)  # [L, n, ...]
         shard = shard_of_row.at[row].get(mode="clip")  # [n]
-        holder = jnp.clip(shard - numbers[0], 0, local - 1)  # [n]
+        local_shard = jnp.clip(shard - ids[0], 0, local - 1)  # [n]
         index = jnp.arange(row.shape[0], dtype=jnp.int32)
-        rows = jax.tree.map(lambda leaf: leaf[holder, index] if local > 1 else leaf[0], rows)
+        rows = jax.tree.map(lambda leaf: leaf[local_shard, index] if local > 1 else leaf[0], rows)
         return collectives.all_to_all(rows, axis) if devices > 1 else rows
 
     row = jnp.arange(batch_size, dtype=jnp.int32).reshape(devices, per_device)  # [D, B / D]
@@ -72,37 +72,39 @@ def exchange(
     # Most rows are already on the device where they belong. The others are sent in rounds of a few
     # rows between each pair of devices.
     blocks = row[this_device].reshape(local, per_shard)
-    batch = map_shards(fetch)(shards, numbers, blocks)  # [L, B / S, ...]
+    batch = map_shards(fetch)(shards, ids, blocks)  # [L, B / S, ...]
     batch = jax.tree.map(lambda leaf: leaf.reshape(per_device, *leaf.shape[2:]), batch)
-    moves = shard_of_row.reshape(devices, per_device) != row // per_shard  # [D, B / D]
+    misplaced = shard_of_row.reshape(devices, per_device) != row // per_shard  # [D, B / D]
     device = jnp.arange(devices, dtype=jnp.int32)[:, None]
-    pair = jnp.where(moves, device * devices + sender, devices**2).reshape(-1)
-    rows_of_pair = jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop")
+    pair = jnp.where(misplaced, device * devices + sender, devices**2).reshape(-1)
+    num_rows_of_pair = jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop")
     width = width_of_round(batch_size, devices, nbytes)
-    sends = moves & (sender == this_device)  # [D, B / D], to device d
-    receives = moves[this_device][None] & (sender[this_device][None] == device)  # from device d
+    sends = misplaced & (sender == this_device)  # [D, B / D], to device d
+    receives = misplaced[this_device][None] & (sender[this_device][None] == device)  # from device d
     column = jnp.broadcast_to(column, receives.shape)
 
-    def step(turn: Array, batch: PyTree[Array]) -> PyTree[Array]:
-        sent = _rows_of_round(sends, turn, width, row, batch_size)  # [D, w]
+    def exchange_round(i: Array, batch: PyTree[Array]) -> PyTree[Array]:
+        sent = _rows_of_round(sends, i, width, row, batch_size)  # [D, w]
         received = send(sent.reshape(-1))  # [D * w, ...]
-        target = _rows_of_round(receives, turn, width, column, per_device).reshape(-1)
+        target = _rows_of_round(receives, i, width, column, per_device).reshape(-1)
         return jax.tree.map(
             lambda leaf, new: leaf.at[target].set(new, mode="drop"), batch, received
         )
 
-    return lax.fori_loop(0, -(-jnp.max(rows_of_pair) // width), step, batch)
+    return lax.fori_loop(0, -(-jnp.max(num_rows_of_pair) // width), exchange_round, batch)
 
 
 def _rows_of_round(
-    mask: Bool[Array, "D b"], turn: Array, width: int, row: Int[Array, "D b"], past_end: int
+    mask: Bool[Array, "D b"], i: Array, width: int, row: Int[Array, "D b"], past_end: int
 ) -> Int[Array, "D w"]:
-    """Returns the rows of one round with each device, from a mask of the rows of all rounds.
+    """Returns the rows of round ``i`` with each device, from a mask of the rows of all rounds.
 
     A round with fewer than ``width`` rows is filled up with ``past_end``.
     """
+    # Row ``k`` of the mask is in round ``k // width``. Rows of other rounds are written to the
+    # column ``width``, and so dropped.
     rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1  # [D, b]
-    column = jnp.where(mask & (rank // width == turn), rank % width, width)
+    column = jnp.where(mask & (rank // width == i), rank % width, width)  # [D, b]
     device = jnp.arange(mask.shape[0], dtype=jnp.int32)[:, None]
     rows = jnp.full((mask.shape[0], width), past_end, jnp.int32)
     return rows.at[jnp.broadcast_to(device, column.shape), column].set(row, mode="drop")
@@ -110,17 +112,17 @@ def _rows_of_round(
 
 def at_once(batch_size: int, nbytes: int) -> bool:
     """Returns whether a batch of rows of this size is exchanged in a single step."""
-    return nbytes * batch_size <= _AT_ONCE
+    return nbytes * batch_size <= _SINGLE_STEP_BYTES
 
 
 def width_of_round(batch_size: int, devices: int, nbytes: int) -> int:
     """Returns the number of rows that each pair of devices may exchange in a round.
 
-    They are as many as independent draws need, unless a round then brings more than a megabyte, and
-    more rows than a device keeps of the whole batch.
+    It is at least ``B / D²``, so that a round brings a device as many rows as it keeps, and up to
+    ``2 * sqrt(B / D)``, which independent draws seldom exceed, if a round brings at most 1 MiB.
     """
     per_device = batch_size // devices
-    expected = min(math.ceil(2 * per_device**0.5), _AT_ONCE // (devices * nbytes))
+    expected = min(math.ceil(2 * per_device**0.5), _SINGLE_STEP_BYTES // (devices * nbytes))
     return min(max(-(-per_device // devices), expected), per_device)
 
 
@@ -142,10 +144,11 @@ def local_order(shard_of_row: Int[Array, " B"], count: int) -> Int[Array, " B"]:
     gap_rank = jnp.cumsum(gap, dtype=jnp.int32) - 1
     surplus = jnp.maximum(num_rows - per_shard, 0)  # [S]
     surplus_end = jnp.cumsum(surplus, dtype=jnp.int32)
+    # Shard ``s`` has ``surplus[s]`` rows too many. The gap of rank ``g`` gets surplus row ``g``.
     giver = jnp.searchsorted(surplus_end, gap_rank, side="right", method="scan_unrolled")
     giver = jnp.minimum(giver.astype(jnp.int32), count - 1)  # [B]
-    filler = start[giver] + per_shard + gap_rank - (surplus_end - surplus)[giver]
-    return by_shard[jnp.where(gap, filler, start[block] + rank)]
+    surplus_row = start[giver] + per_shard + gap_rank - (surplus_end - surplus)[giver]
+    return by_shard[jnp.where(gap, surplus_row, start[block] + rank)]
 
 
 def _by_shard(
@@ -153,7 +156,7 @@ def _by_shard(
 ) -> tuple[Int[Array, " B"], Int[Array, " S"]]:
     """Returns the rows in the order of their shards, and the end of the rows of each shard."""
     rows = shard_of_row.shape[0]
-    if count * rows <= _PACKED:
+    if count * rows <= _MOST_PACKED:
         # Words are sorted several times as fast as pairs, and have the same order.
         row = jnp.arange(rows, dtype=jnp.uint32)
         packed = shard_of_row.astype(jnp.uint32) * jnp.uint32(rows) + row

@@ -10,18 +10,24 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.buffers.arguments import check_slots
-from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.operation import Operation
+from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core import checks, fields, numbers, trees
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.hyperparameters import bind
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Function
 from jaxbuf.strategies.mass import least_positive
-from jaxbuf.strategies.protocols import Sampler, ShardableSampler
-from jaxbuf.wrappers.sharded.per_device import Shards, map_shards, num_local, numbers_of, run
+from jaxbuf.strategies.protocols import Sampler, ShardableSampler, Support
+from jaxbuf.wrappers.sharded.per_device import (
+    ShardedFields,
+    map_shards,
+    num_local,
+    run_on_devices,
+    shard_ids,
+)
 
-AnyShards = TypeVar("AnyShards", bound=Shards)
+AnySharded = TypeVar("AnySharded", bound=ShardedFields)
 
 _RECIPE = (
     "keep one ItemBuffer whose data alone is sharded and everything else replicated, as the guide "
@@ -29,13 +35,13 @@ _RECIPE = (
 )
 
 
-def check_shard(buffer: object) -> Body:
+def check_shard(buffer: object) -> SampledBuffer:
     """Returns the buffer.
 
     Raises:
         ValueError: If it cannot be a shard.
     """
-    if not isinstance(buffer, Body):
+    if not isinstance(buffer, SampledBuffer):
         raise ValueError(
             f"make gives {checks.kind_of(buffer)}; expected a function that creates an ItemBuffer "
             "or a TrajectoryBuffer"
@@ -66,159 +72,167 @@ def check_shardable(sampler: Sampler) -> None:
         )
 
 
-def sampler_of(shards: Body) -> ShardableSampler:
+def sampler_of(shards: SampledBuffer) -> ShardableSampler:
     """Returns the sampler of the shards, which ``check_shard`` has checked."""
     return cast("ShardableSampler", bind(shards.sampler, values_of(shards)))
 
 
-def values_of(shards: Body) -> dict[str, Array]:
-    """Returns the numbers of the sampler that vary, which all shards have alike."""
+def values_of(shards: SampledBuffer) -> dict[str, Array]:
+    """Returns the varying hyperparameters of the sampler, the same in all shards."""
     return jax.tree.map(lambda value: value[0], lax.stop_gradient(shards.hyperparameters))
 
 
-def hyperparameters(buffer: Shards) -> dict[str, Array]:
-    """Returns the numbers of the sampler that vary."""
-    return run(buffer, lambda shards, *_: values_of(shards), out=jax.P())
+def hyperparameters(buffer: ShardedFields) -> dict[str, Array]:
+    """Returns the varying hyperparameters of the sampler."""
+    return run_on_devices(buffer, lambda shards, *_: values_of(shards), out=jax.P())
 
 
 def change_sampler(
-    buffer: AnyShards, change: Callable[..., Body], arguments: tuple[PyTree[Array], ...] = ()
-) -> AnyShards:
-    """Applies ``change(shard, *arguments)`` to every shard; only the first counts refusals."""
+    buffer: AnySharded,
+    change: Callable[..., SampledBuffer],
+    arguments: tuple[PyTree[Array], ...] = (),
+) -> AnySharded:
+    """Applies ``change(shard, *arguments)`` to every shard; only the first counts illegal values.
 
-    def body(shards: Body, _: object, replicated: tuple[PyTree[Array], ...]) -> Body:
+    So the sum of their counters counts these once.
+    """
+
+    def body(
+        shards: SampledBuffer, _: object, replicated: tuple[PyTree[Array], ...]
+    ) -> SampledBuffer:
         changed = jax.vmap(lambda shard: change(shard, *replicated))(shards)
-        first = numbers_of(shards, buffer.axis) == 0
+        first = shard_ids(shards, buffer.axis) == 0
         counters = jnp.where(first[:, None], changed.counters, shards.counters)
         return changed.replace(counters=counters)
 
-    return buffer.replace(shards=run(buffer, body, replicated=arguments))
+    return buffer.replace(shards=run_on_devices(buffer, body, replicated=arguments))
 
 
-def summarize(shards: Body) -> PyTree[Array]:
+def summarize(shards: SampledBuffer) -> PyTree[Array]:
     """Returns the summaries of the shards on this device, leaves ``[L]``."""
     state = lax.stop_gradient(shards.sampler_state)
     return jax.vmap(sampler_of(shards).summarize)(state, shards.occupancy)
 
 
-def total(buffer: Shards, count: Callable[[Body], Array]) -> Int[Array, ""]:
-    """Returns the sum of a count over all shards."""
+def total(buffer: ShardedFields, count: Callable[[SampledBuffer], Array]) -> Int[Array, ""]:
+    """Returns the sum of ``count(shard)`` over all shards."""
 
-    def body(shards: Body, *_: object) -> Array:
+    def body(shards: SampledBuffer, *_: object) -> Array:
         return lax.psum(jnp.sum(jax.vmap(count)(shards), dtype=jnp.int32), buffer.axis)
 
-    return run(buffer, body, out=jax.P())
+    return run_on_devices(buffer, body, out=jax.P())
 
 
-def support(buffer: Shards) -> tuple[Int[Array, ""], Float[Array, ""]]:
+def support(buffer: ShardedFields) -> Support:
     """Returns the number of items that can be drawn, and their least probability."""
 
-    def body(shards: Body, *_: object) -> tuple[Array, Array]:
+    def body(shards: SampledBuffer, *_: object) -> Support:
         if buffer.exchange:
             summaries = all_gather(summarize(shards), buffer.axis)  # [S]
-            among_all = sampler_of(shards).support_among(summaries)
-            return among_all.count, among_all.least_probability
+            return sampler_of(shards).support_among(summaries)
         count, least = _supports(buffer, shards)
-        return jnp.sum(count, dtype=jnp.int32), least_positive(least) / buffer.num_shards
+        least = least_positive(least) / buffer.num_shards
+        return Support(jnp.sum(count, dtype=jnp.int32), least)
 
-    return run(buffer, body, out=jax.P())
+    return run_on_devices(buffer, body, out=jax.P())
 
 
-def can_sample(buffer: Shards, num_rows: Int[Array, ""]) -> Bool[Array, ""]:
+def can_sample(buffer: ShardedFields, num_rows: Int[Array, ""]) -> Bool[Array, ""]:
     """Returns whether so many rows can be drawn; without exchange, each shard needs its share."""
     if buffer.exchange:
-        return support(buffer)[0] >= num_rows
+        return support(buffer).count >= num_rows
 
-    def body(shards: Body, *_: object) -> Array:
+    def body(shards: SampledBuffer, *_: object) -> Array:
         return jnp.min(_supports(buffer, shards)[0])
 
-    return run(buffer, body, out=jax.P()) * buffer.num_shards >= num_rows
+    return run_on_devices(buffer, body, out=jax.P()) * buffer.num_shards >= num_rows
 
 
-def put(
-    buffer: Shards,
-    put_block: Function,
+def add_rows(
+    buffer: ShardedFields,
+    add_block: Function,
     items: PyTree[Array],
     arguments: dict[str, object],
 ) -> Any:
-    """Returns ``put_block(shard, items, arguments)`` of each shard with its block of the rows.
+    """Calls ``add_block(shard, items, arguments)`` on each shard with its block of the rows.
 
     Slots among the results are numbered through all shards, and have one row for each item.
     """
 
-    def body(shards: Body, rows: tuple[PyTree[Array], ...], _: object) -> Any:
+    def body(shards: SampledBuffer, rows: tuple[PyTree[Array], ...], _: object) -> Any:
         sampler = sampler_of(shards)
         has_rows = any(leaf.size for leaf in jax.tree.leaves(rows[0]))
         if sampler.uses_priority and "priority" not in arguments and has_rows:
-            # New items get the largest priority of all shards. Without any, a shard would keep it.
+            # New items without a priority get the default of all shards together. Not where there
+            # are none: a shard would keep this default until one of its priorities changes.
             summaries = all_gather(summarize(shards), buffer.axis)  # [S]
             states = lax.stop_gradient(shards.sampler_state)
             states = jax.vmap(sampler.with_global_default, in_axes=(0, None))(states, summaries)
             shards = shards.replace(sampler_state=states)
         count = num_local(shards)
         blocks = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
-        result = jax.vmap(put_block)(shards, *blocks)  # [L], with slots [L, B / S]
+        result = jax.vmap(add_block)(shards, *blocks)  # [L], with slots [L, B / S]
         if not isinstance(result, tuple):
             return result
         changed, slots = result
-        slots = global_slots(buffer, slots, numbers_of(shards, buffer.axis)[:, None])
+        slots = global_slots(buffer, slots, shard_ids(shards, buffer.axis)[:, None])
         return changed, jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), slots)
 
-    return run(buffer, body, (items, arguments))
+    return run_on_devices(buffer, body, (items, arguments))
 
 
-def global_slots(buffer: Shards, slots: Slots, number: Int[Array, "..."]) -> Slots:
-    """Returns slots of the shards of these numbers as slots of the whole buffer."""
+def global_slots(buffer: ShardedFields, slots: Slots, shard_id: Int[Array, "..."]) -> Slots:
+    """Returns slots of these shards as slots of the whole buffer."""
     capacity = buffer.shards.capacity
     inside = slots.index < capacity
-    index = jnp.where(inside, slots.index + number * capacity, buffer.capacity)
+    index = jnp.where(inside, slots.index + shard_id * capacity, buffer.capacity)
     return slots.replace(index=index)
 
 
-def shard_slots(slots: Slots, number: Int[Array, ""], capacity: int) -> Slots:
+def shard_slots(slots: Slots, shard_id: Int[Array, ""], capacity: int) -> Slots:
     """Returns slots of the whole buffer as slots of a shard; those of others are out of range."""
-    inside = slots.index // capacity == number
-    return slots.replace(index=jnp.where(inside, slots.index - number * capacity, capacity))
+    inside = slots.index // capacity == shard_id
+    return slots.replace(index=jnp.where(inside, slots.index - shard_id * capacity, capacity))
 
 
 def change_envs(
-    buffer: AnyShards, mask: Bool[Array, " E"], change: Callable[[Any, Array], Body]
-) -> AnyShards:
+    buffer: AnySharded, mask: Bool[Array, " E"], change: Callable[[Any, Array], SampledBuffer]
+) -> AnySharded:
     """Applies ``change(shard, mask)`` to every shard, with the mask of its own environments."""
 
-    def body(shards: Body, mask: Bool[Array, " E"], _: object) -> Body:
+    def body(shards: SampledBuffer, mask: Bool[Array, " E"], _: object) -> SampledBuffer:
         return jax.vmap(change)(shards, mask.reshape(num_local(shards), -1))
 
-    return buffer.replace(shards=run(buffer, body, mask))
+    return buffer.replace(shards=run_on_devices(buffer, body, mask))
 
 
 def change_rows(
-    buffer: AnyShards, rows: PyTree[Array], change: Callable[[Any, Array, Any], Body]
-) -> AnyShards:
-    """Applies ``change(shard, number, rows)`` to every shard, with the rows of all devices."""
+    buffer: AnySharded, rows: PyTree[Array], change: Callable[[Any, Array, Any], SampledBuffer]
+) -> AnySharded:
+    """Applies ``change(shard, shard_id, rows)`` to every shard, with the rows of all devices."""
 
-    def body(shards: Body, rows: PyTree[Array], _: object) -> Body:
+    def body(shards: SampledBuffer, rows: PyTree[Array], _: object) -> SampledBuffer:
         rows = all_gather(rows, buffer.axis)  # [B]
-        numbers = numbers_of(shards, buffer.axis)
-        return jax.vmap(change, in_axes=(0, 0, None))(shards, numbers, rows)
+        ids = shard_ids(shards, buffer.axis)
+        return jax.vmap(change, in_axes=(0, 0, None))(shards, ids, rows)
 
-    return buffer.replace(shards=run(buffer, body, rows))
+    return buffer.replace(shards=run_on_devices(buffer, body, rows))
 
 
-def slots_at(buffer: Shards, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
+def slots_at(buffer: ShardedFields, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
     """Returns the slots of the windows that start at steps of environments of all shards."""
 
-    def read(shard: Any, number: Array, steps: tuple[Array, Array]) -> Slots:
+    def read(shard: Any, shard_id: Array, steps: tuple[Array, Array]) -> Slots:
         env, position = steps
-        inside = (env >= 0) & (env // shard.num_envs == number)
-        env = jnp.where(inside, env - number * shard.num_envs, shard.num_envs)
+        inside = (env >= 0) & (env // shard.num_envs == shard_id)
+        env = jnp.where(inside, env - shard_id * shard.num_envs, shard.num_envs)
         slots = shard.slots_at(env, position)
         present = slots.index < shard.capacity
-        # `read_rows` sums over the shards, so rows of other shards are 0, and slots are counted
-        # from the end of the buffer.
+        # ``read_rows`` sums over the shards, so a shard returns 0 for rows that it does not hold.
+        # The index of a missing slot is the capacity, which is therefore subtracted until then.
         return jax.tree.map(
             lambda leaf, missing: jnp.where(present, leaf - missing, jnp.zeros_like(leaf)),
-            global_slots(buffer, slots, number),
+            global_slots(buffer, slots, shard_id),
             Slots(jnp.int32(buffer.capacity), jnp.uint32(0)),
         )
 
@@ -226,14 +240,17 @@ def slots_at(buffer: Shards, env: Int[Array, " B"], position: UInt[Array, " B"])
     return slots.replace(index=slots.index + buffer.capacity)
 
 
-def read_rows(buffer: Shards, rows: PyTree[Array], read: Function) -> PyTree[Array]:
-    """Returns the sum of ``read(shard, number, rows)``, of which at most one is not 0 in a row."""
+def read_rows(buffer: ShardedFields, rows: PyTree[Array], read: Function) -> PyTree[Array]:
+    """Returns ``read(shard, shard_id, rows)``, summed over the shards.
 
-    def body(shards: Body, rows: PyTree[Array], _: object) -> PyTree[Array]:
+    For each row, at most one shard may return anything but 0.
+    """
+
+    def body(shards: SampledBuffer, rows: PyTree[Array], _: object) -> PyTree[Array]:
         count = jax.tree.leaves(rows)[0].shape[0]
         rows = all_gather(rows, buffer.axis)  # [B]
-        numbers = numbers_of(shards, buffer.axis)
-        values = jax.vmap(read, in_axes=(0, 0, None))(shards, numbers, rows)  # [L, B]
+        ids = shard_ids(shards, buffer.axis)
+        values = jax.vmap(read, in_axes=(0, 0, None))(shards, ids, rows)  # [L, B]
 
         def sum_of_rows(leaf: Array) -> Array:
             if count == 0:
@@ -244,38 +261,40 @@ def read_rows(buffer: Shards, rows: PyTree[Array], read: Function) -> PyTree[Arr
 
         return jax.tree.map(sum_of_rows, values)
 
-    return run(buffer, body, rows)
+    return run_on_devices(buffer, body, rows)
 
 
-def result_shapes(shards: Body, operation: Operation, arguments: dict[str, Any]) -> PyTree:
+def result_shapes(shards: SampledBuffer, operation: Operation, arguments: dict[str, Any]) -> PyTree:
     """Checks the arguments of an operation of one shard; returns the shapes of its result.
 
     Arguments that are traced lose their shardings and the axes over which they vary. The values of
     the others are checked, too.
     """
     leaves, treedef = jax.tree.flatten((shards, arguments))
-    of_shards = jax.tree.structure(shards).num_leaves
+    num_shard_leaves = jax.tree.structure(shards).num_leaves
     shapes = {
         i: jax.ShapeDtypeStruct(
-            leaf.shape[1:] if i < of_shards else leaf.shape,
+            leaf.shape[1:] if i < num_shard_leaves else leaf.shape,
             leaf.dtype,
             weak_type=bool(jax.typeof(leaf).weak_type),
         )
         for i, leaf in enumerate(leaves)
-        if i < of_shards or isinstance(leaf, jax.core.Tracer)
+        if i < num_shard_leaves or isinstance(leaf, jax.core.Tracer)
     }
 
     def perform(traced: dict[int, Any]) -> Any:
         shard, arguments = treedef.unflatten([traced.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return operation.of(shard, arguments)
+        return operation.call_on(shard, arguments)
 
     return jax.eval_shape(perform, shapes)
 
 
-def cast_arguments(shards: Body, operation: Operation, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of an operation that are not static, with the dtypes that they become.
+def cast_arguments(
+    shards: SampledBuffer, operation: Operation, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the array arguments of an operation, cast to the dtypes that it uses.
 
-    Arrays of other dtypes, or of weak types, which are lost on the way, would not be accepted.
+    Arrays lose their weak types on the way to the devices, so a shard would refuse them as passed.
 
     Args:
         shards: The shards.
@@ -300,36 +319,40 @@ def cast_arguments(shards: Body, operation: Operation, arguments: dict[str, Any]
 
 
 def change_each(
-    buffer: AnyShards, change: Callable[..., Body], arguments: tuple[PyTree[Array], ...] = ()
-) -> AnyShards:
+    buffer: AnySharded,
+    change: Callable[..., SampledBuffer],
+    arguments: tuple[PyTree[Array], ...] = (),
+) -> AnySharded:
     """Applies ``change(shard, *arguments)`` to every shard."""
 
-    def body(shards: Body, _: object, replicated: tuple[PyTree[Array], ...]) -> Body:
+    def body(
+        shards: SampledBuffer, _: object, replicated: tuple[PyTree[Array], ...]
+    ) -> SampledBuffer:
         return map_shards(lambda shard: change(shard, *replicated))(shards)
 
-    return buffer.replace(shards=run(buffer, body, replicated=arguments))
+    return buffer.replace(shards=run_on_devices(buffer, body, replicated=arguments))
 
 
-def metrics(buffer: Shards) -> dict[str, Array]:
-    """Returns the metrics of all shards, joined as their names say."""
+def metrics(buffer: ShardedFields) -> dict[str, Array]:
+    """Returns the metrics of all shards, joined as ``Sharded.metrics`` says."""
 
-    def body(shards: Body, *_: object) -> dict[str, Array]:
-        of_shards = jax.vmap(lambda shard: shard.metrics())(shards)
-        of_shards = all_gather(of_shards, buffer.axis)  # [S]
-        of_shards.pop("effective_sample_size", None)
-        count = of_shards.get("windows", of_shards["size"])
-        counters = shards.counter_names
-        alike = {"version", *jax.vmap(lambda shard: shard.sampler_numbers())(shards)}
-        return {
-            name: value[0]
-            if name in alike
-            else jnp.sum(value, dtype=value.dtype)
-            if name in counters
-            else _join_metric(name, value, count)
-            for name, value in of_shards.items()
-        }
+    def body(shards: SampledBuffer, *_: object) -> dict[str, Array]:
+        per_shard = jax.vmap(lambda shard: shard.metrics())(shards)
+        per_shard = all_gather(per_shard, buffer.axis)  # [S]
+        per_shard.pop("effective_sample_size", None)
+        count = per_shard.get("windows", per_shard["size"])
+        alike = {"version", *jax.vmap(lambda shard: shard.hyperparameter_metrics())(shards)}
 
-    return run(buffer, body, out=jax.P())
+        def join(name: str, value: Array) -> Array:
+            if name in alike:
+                return value[0]
+            if name in shards.counter_names:
+                return jnp.sum(value, dtype=value.dtype)
+            return _join_metric(name, value, count)
+
+        return {name: join(name, value) for name, value in per_shard.items()}
+
+    return run_on_devices(buffer, body, out=jax.P())
 
 
 def _join_metric(name: str, value: Array, count: Int[Array, " S"]) -> Array:
@@ -347,7 +370,9 @@ def _join_metric(name: str, value: Array, count: Int[Array, " S"]) -> Array:
     return jnp.sum(value, dtype=value.dtype)
 
 
-def _supports(buffer: Shards, shards: Body) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+def _supports(
+    buffer: ShardedFields, shards: SampledBuffer
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Returns the number of items that each shard can draw, and their least probability."""
     support = jax.vmap(lambda shard: shard.support())(shards)
     return all_gather((support.count, support.least_probability), buffer.axis)

@@ -10,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.buffers.base import check_alike
-from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core.describe import Described
 from jaxbuf.core.versions import reshard
 
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 _EXPLICIT = jax.sharding.AxisType.Explicit
 
 
-class Shards(Buffer, Described):
-    """The fields of a ``Sharded``, which describes them; its operations work on these."""
+class ShardedFields(Buffer, Described):
+    """The fields of a ``Sharded``, as its operations take them; see there."""
 
-    shards: Body
+    shards: SampledBuffer
     num_shards: int = struct.field(pytree_node=False)
     mesh: jax.sharding.Mesh = struct.field(pytree_node=False)
     axis: str = struct.field(pytree_node=False)
@@ -48,8 +48,8 @@ class Shards(Buffer, Described):
         return (self.axis,) if manual else ()
 
 
-def run(
-    buffer: Shards,
+def run_on_devices(
+    buffer: ShardedFields,
     body: Callable[..., Result],
     rows: PyTree[Array] = (),
     replicated: PyTree[Array] = (),
@@ -138,7 +138,7 @@ def map_shards(
     return call
 
 
-def numbers_of(shards: PyTree[Array], axis: str) -> Int[Array, " L"]:
-    """Returns the numbers of the shards on this device."""
+def shard_ids(shards: PyTree[Array], axis: str) -> Int[Array, " L"]:
+    """Returns the indices of the shards on this device."""
     local = num_local(shards)
     return lax.axis_index(axis) * local + jnp.arange(local, dtype=jnp.int32)

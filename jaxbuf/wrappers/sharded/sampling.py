@@ -9,38 +9,45 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
-from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.wrappers.sharded.exchange import exchange, local_order
 from jaxbuf.wrappers.sharded.operations import global_slots, sampler_of, shard_slots, summarize
-from jaxbuf.wrappers.sharded.per_device import Shards, map_shards, num_local, numbers_of, run
+from jaxbuf.wrappers.sharded.per_device import (
+    ShardedFields,
+    map_shards,
+    num_local,
+    run_on_devices,
+    shard_ids,
+)
 
 
-def sample(buffer: Shards, key: PRNGKeyArray, batch_size: int) -> Sample:
+def sample(buffer: ShardedFields, key: PRNGKeyArray, batch_size: int) -> Sample:
     """Draws a batch from all shards, with the key of the first shard on all devices."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     nbytes = _row_bytes(buffer)
 
-    def body(shards: Body, _: object, words: Array) -> Sample:
+    def body(shards: SampledBuffer, _: object, words: Array) -> Sample:
         shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
         summaries = summarize(shards) if buffer.exchange else ()  # [L]
+        # In a caller's ``shard_map`` each device may have another key: all use that of shard 0.
         words = jnp.broadcast_to(words, (num_local(shards), *words.shape))
         summaries, words = all_gather((summaries, words), buffer.axis)  # [S]
         first_key = words[0]
         if typed:
             first_key = jax.random.wrap_key_data(first_key, impl=jax.random.key_impl(key))
         if buffer.exchange:
-            return _as_one_buffer(buffer, shards, summaries, first_key, batch_size, nbytes)
-        return _equal_parts(buffer, shards, first_key, batch_size)
+            return _sample_as_one_buffer(buffer, shards, summaries, first_key, batch_size, nbytes)
+        return _sample_equal_parts(buffer, shards, first_key, batch_size)
 
-    return run(buffer, body, replicated=jax.random.key_data(key) if typed else key)
+    return run_on_devices(buffer, body, replicated=jax.random.key_data(key) if typed else key)
 
 
-def _as_one_buffer(
-    buffer: Shards,
-    shards: Body,
+def _sample_as_one_buffer(
+    buffer: ShardedFields,
+    shards: SampledBuffer,
     summaries: PyTree[Array],
     key: PRNGKeyArray,
     batch_size: int,
@@ -52,66 +59,70 @@ def _as_one_buffer(
     order = local_order(targets.shard, count)  # [B]
     shard_of_row, points = jax.tree.map(lambda leaf: leaf[order], (targets.shard, targets.point))
 
-    def fetch(shard: Body, number: Array, row: Int[Array, " n"]) -> PyTree[Array]:
+    def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> PyTree[Array]:
+        # Rows past the end of the batch get any point, and ``inside`` drops them.
         point = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), points)
         drawn = sampler.draw_at(shard.sampler_state, shard.occupancy, point, summaries)
-        inside = shard_of_row.at[row].get(mode="fill", fill_value=count) == number  # [n]
+        inside = shard_of_row.at[row].get(mode="fill", fill_value=count) == shard_id  # [n]
         drawn = dataclasses.replace(drawn, valid=drawn.valid & inside)
         batch = shard.gather(drawn)
-        return batch.data, global_slots(buffer, batch.slots, number), batch.probability
+        return batch.data, global_slots(buffer, batch.slots, shard_id), batch.probability
 
     data, slots, probability = exchange(fetch, shards, shard_of_row, count, nbytes, buffer.axis)
     return Sample(data, slots, probability, slots.index < buffer.capacity)
 
 
-def _equal_parts(buffer: Shards, shards: Body, key: PRNGKeyArray, batch_size: int) -> Sample:
+def _sample_equal_parts(
+    buffer: ShardedFields, shards: SampledBuffer, key: PRNGKeyArray, batch_size: int
+) -> Sample:
     """Returns the same number of rows from each shard on this device."""
     count = buffer.num_shards
 
-    def draw(shard: Any, number: Array) -> Sample:
-        batch = shard.sample(jax.random.fold_in(key, number), batch_size // count)
+    def draw(shard: Any, shard_id: Array) -> Sample:
+        batch = shard.sample(jax.random.fold_in(key, shard_id), batch_size // count)
         return batch.replace(
-            slots=global_slots(buffer, batch.slots, number),
+            slots=global_slots(buffer, batch.slots, shard_id),
             probability=batch.probability / count,
         )
 
-    batch = map_shards(draw)(shards, numbers_of(shards, buffer.axis))  # [L, B / S]
+    batch = map_shards(draw)(shards, shard_ids(shards, buffer.axis))  # [L, B / S]
     return jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), batch)
 
 
-def get(buffer: Shards, slots: Slots) -> Sample:
+def get(buffer: ShardedFields, slots: Slots) -> Sample:
     """Returns the items with these slots, each on the device of its row."""
     nbytes, count = _row_bytes(buffer), buffer.num_shards
 
-    def body(shards: Body, rows: Slots, _: object) -> Sample:
+    def body(shards: SampledBuffer, local_slots: Slots, _: object) -> Sample:
         shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
-        slots = all_gather(rows, buffer.axis)  # [B]
+        all_slots = all_gather(local_slots, buffer.axis)  # [B]
         summaries = all_gather(summarize(shards), buffer.axis) if buffer.exchange else ()  # [S]
         sampler = sampler_of(shards)
         capacity = buffer.shards.capacity
         # Slots out of range are looked up in any shard, which does not hold them.
-        shard_of_row = jnp.clip(slots.index // capacity, 0, count - 1)  # [B]
+        shard_of_row = jnp.clip(all_slots.index // capacity, 0, count - 1)  # [B]
 
-        def fetch(shard: Body, number: Array, row: Int[Array, " n"]) -> PyTree[Array]:
-            picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), slots)
-            batch = shard.get(shard_slots(picked, number, capacity))
-            probability = batch.probability / count
+        def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> PyTree[Array]:
+            picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), all_slots)
+            batch = shard.get(shard_slots(picked, shard_id, capacity))
             if buffer.exchange:
                 state, index = shard.sampler_state, batch.slots.index
                 probability = sampler.probability_among(state, index, summaries)
                 probability = jnp.where(batch.valid, probability, 0.0)
-            return batch.data, global_slots(buffer, batch.slots, number), probability
+            else:
+                probability = batch.probability / count
+            return batch.data, global_slots(buffer, batch.slots, shard_id), probability
 
         data, present, probability = exchange(
             fetch, shards, shard_of_row, count, nbytes, buffer.axis
         )
         return Sample(data, present, probability, present.index < buffer.capacity)
 
-    return run(buffer, body, slots)
+    return run_on_devices(buffer, body, slots)
 
 
-def _row_bytes(buffer: Shards) -> int:
-    """Returns the size of the data of a row."""
+def _row_bytes(buffer: ShardedFields) -> int:
+    """Returns the number of bytes of the data of a row."""
     shards: Any = buffer.shards
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shards)
     row = jax.eval_shape(lambda shard: shard.sample(jax.random.key(0), 1).data, one)

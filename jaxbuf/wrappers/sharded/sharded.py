@@ -17,10 +17,10 @@ from jaxbuf.buffers.arguments import (
     check_slots,
     mask_of,
 )
-from jaxbuf.buffers.body import Body
 from jaxbuf.buffers.buffer import check_options
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Contents, Sample
+from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SlottedBuffer
 from jaxbuf.core import checks, sizes, trees
 from jaxbuf.core.program import is_outside, program
@@ -31,10 +31,10 @@ from jaxbuf.core.types import Function
 from jaxbuf.strategies.protocols import Sampler, Support
 from jaxbuf.wrappers.sharded import operations as on_shards
 from jaxbuf.wrappers.sharded import sampling
-from jaxbuf.wrappers.sharded.per_device import Shards, num_local
+from jaxbuf.wrappers.sharded.per_device import ShardedFields, num_local
 
 
-class Sharded(SlottedBuffer, Shards):
+class Sharded(SlottedBuffer, ShardedFields):
     """One logical buffer of ``S`` shards, each a whole buffer, along an axis of a mesh.
 
     ``sample`` draws exactly like a single buffer with the items of all shards: every device
@@ -135,7 +135,7 @@ class Sharded(SlottedBuffer, Shards):
             nbytes = each * count // devices
             sizes.check_memory(label, nbytes, "capacity of a shard", rows, mesh.local_devices)
 
-        def build() -> Body:
+        def build() -> SampledBuffer:
             return jax.tree.map(lambda leaf: jnp.stack([leaf] * count), make())
 
         sharding = jax.NamedSharding(mesh, jax.P(axis))
@@ -148,7 +148,7 @@ class Sharded(SlottedBuffer, Shards):
         """The number of environments of all shards together; 0 if they hold items."""
         return self.num_shards * self.shards.num_envs
 
-    def inside(self) -> tuple[Body, int]:
+    def inside(self) -> tuple[SampledBuffer, int]:
         return self.shards, self.num_shards
 
     def room(self, sequence_length: int | None = None) -> tuple[float, str]:
@@ -176,7 +176,7 @@ class Sharded(SlottedBuffer, Shards):
         return on_shards.can_sample(self, check_num_rows(batch_size))
 
     def support(self) -> Support:
-        return Support(*on_shards.support(self))
+        return on_shards.support(self)
 
     def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
         """Adds rows: the first ``B / S`` rows to the first shard, and so on.
@@ -194,13 +194,13 @@ class Sharded(SlottedBuffer, Shards):
             ValueError: When traced, if ``B`` is not a multiple of ``S``, or as raised by the
                 shards' ``add``.
         """
-        shards = self._put(
+        shards = self._add_rows(
             "add", lambda shard, items, options: shard.add(items, **options), items, dict(options)
         )
         return self.replace(shards=shards)
 
     def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
-        shards, slots = self._put(
+        shards, slots = self._add_rows(
             "insert",
             lambda shard, items, options: shard.insert(items, **options),
             items,
@@ -208,10 +208,10 @@ class Sharded(SlottedBuffer, Shards):
         )
         return self.replace(shards=shards), slots
 
-    def _put(
-        self, name: str, put: Function, items: PyTree[Array], options: dict[str, object]
+    def _add_rows(
+        self, name: str, add_block: Function, items: PyTree[Array], options: dict[str, object]
     ) -> Any:
-        """Returns ``put(shard, items, options)`` of all shards, each with its own rows.
+        """Calls ``add_block(shard, items, options)`` on all shards, each with its own rows.
 
         Raises:
             ValueError: If an argument is wrong, in the shapes that the caller knows.
@@ -230,19 +230,19 @@ class Sharded(SlottedBuffer, Shards):
             if path[0].key == "items":
                 self._check_rows(argument, np.shape(leaf)[0])
         try:
-            return on_shards.put(self, put, items, arguments)
+            return on_shards.add_rows(self, add_block, items, arguments)
         except (TypeError, ValueError):
             # A shard knows its own rows only. One buffer for all rows names what is wrong.
             envs = num_local(self.shards) * self.shards.num_envs
             one = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self.shards))
             whole = jax.eval_shape(lambda: one.anew(**({"num_envs": envs} if envs else {})))
-            jax.eval_shape(lambda buffer: put(buffer, items, arguments), whole)
+            jax.eval_shape(lambda buffer: add_block(buffer, items, arguments), whole)
             raise
 
     @property
     @program()
     def hyperparameters(self) -> dict[str, Array]:
-        """The numbers of the sampler that vary, which all shards have alike."""
+        """The varying hyperparameters of the sampler, the same in all shards."""
         return on_shards.hyperparameters(self)
 
     def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class Sharded(SlottedBuffer, Shards):
         rows, slots = on_shards.cast_arguments(self.shards, operation, arguments), operation.slots
         if slots is None:
             return on_shards.change_each(
-                self, lambda shard, rows: operation.of(shard, arguments | rows), (rows,)
+                self, lambda shard, rows: operation.call_on(shard, arguments | rows), (rows,)
             )
         all_slots, mask = rows[slots], rows.get("mask")
         self._check_rows(slots, all_slots.index.shape[0])
@@ -311,9 +311,9 @@ class Sharded(SlottedBuffer, Shards):
             index = jnp.where(rows.pop("mask"), all_slots.index, self.capacity)
             rows[slots], arguments = all_slots.replace(index=index), arguments | {"mask": None}
 
-        def perform(shard: Body, number: Array, rows: dict[str, Any]) -> Any:
-            inside = on_shards.shard_slots(rows[slots], number, shard.capacity)
-            return operation.of(shard, arguments | rows | {slots: inside})
+        def perform(shard: SampledBuffer, shard_id: Array, rows: dict[str, Any]) -> Any:
+            inside = on_shards.shard_slots(rows[slots], shard_id, shard.capacity)
+            return operation.call_on(shard, arguments | rows | {slots: inside})
 
         if operation.changes:
             return on_shards.change_rows(self, rows, perform)

@@ -21,7 +21,7 @@ from jaxbuf.buffers.arguments import (
     check_version,
     needs_order,
 )
-from jaxbuf.buffers.base import Base
+from jaxbuf.buffers.base import SampledBase
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import checks, counters, fields, sizes, storage, trees
@@ -39,10 +39,10 @@ from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
 SomePart = TypeVar("SomePart", bound=Part)
-SomeBody = TypeVar("SomeBody", bound="Body")
+AnyBuffer = TypeVar("AnyBuffer", bound="SampledBuffer")
 
 
-class Body(SlottedBuffer, Base):
+class SampledBuffer(SlottedBuffer, SampledBase):
     """A buffer with slots for items, or for windows of steps, that a sampler draws."""
 
     @staticmethod
@@ -62,7 +62,7 @@ class Body(SlottedBuffer, Base):
         data: PyTree[Array],
         occupancy: Occupancy,
         init: Callable[[Part], State],
-        **fields: Any,
+        **others: Any,
     ) -> Self:
         """Returns an empty buffer of these fields, after checks that they fit each other.
 
@@ -83,9 +83,9 @@ class Body(SlottedBuffer, Base):
             sampler=sampler,
             extras=extras,
             hyperparameters=values,
-            **fields,
+            **others,
         )
-        return check_names(buffer)
+        return check_metric_names(buffer)
 
     @property
     def counter_names(self) -> tuple[str, ...]:
@@ -114,22 +114,22 @@ class Body(SlottedBuffer, Base):
     @property
     def freshness(self) -> Freshness | None:
         """The limits on uses and staleness; None without ``Freshness``."""
-        return self._find(Freshness)[0]
+        return self._find_extra(Freshness)[0]
 
     @property
     def freshness_state(self) -> FreshnessState:
         """The state of ``freshness``; an empty tuple without it."""
-        return self._find(Freshness)[1]
+        return self._find_extra(Freshness)[1]
 
     @property
     def diversity(self) -> Diversity | None:
         """The filter that admits only items that differ enough; None without it."""
-        return self._find(Diversity)[0]
+        return self._find_extra(Diversity)[0]
 
     @property
     def diversity_state(self) -> DiversityState:
         """The state of ``diversity``; an empty tuple without it."""
-        return self._find(Diversity)[1]
+        return self._find_extra(Diversity)[1]
 
     def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
         rows = check_batch_size(batch_size)
@@ -154,7 +154,7 @@ class Body(SlottedBuffer, Base):
 
     def gather(self, draw: Draw) -> Sample:
         index, probability, valid = draws.check_draw(draw)
-        slots, valid = self.occupancy.slots_of(index, valid, nowhere=self.capacity)
+        slots, valid = self.occupancy.slots_of(index, valid, past_end=self.capacity)
         return Sample(
             data=self._read(slots.index),
             slots=slots,
@@ -198,15 +198,16 @@ class Body(SlottedBuffer, Base):
         mask = check_mask(mask, (rows,), steps)
         if rows == 0:
             return self
-        live = jnp.where(self.occupancy.holds(slots), slots.index, self.occupancy.capacity)
-        row = self.rows_of(live)  # [B], or [B, L] of windows
-        mask = mask.reshape(rows, *[-1] * (row.ndim - mask.ndim), *mask.shape[1:])
+        index = jnp.where(self.occupancy.holds(slots), slots.index, self.num_slots)
+        row = self.rows_of(index)  # [B], or [B, L] of windows
+        if mask.ndim < row.ndim:
+            mask = mask[:, None]  # [B, 1], for all steps of a window
         row = keep_last(jnp.where(mask, row, self.capacity), self.capacity)
         flat = jax.tree.map(lambda leaf: leaf.reshape(row.size, *leaf.shape[row.ndim :]), value)
         data = fields.replace(self.data, path, storage.write(field, flat, row.reshape(-1)))
         # Only items carry gradients.
         state, states = lax.stop_gradient((self.sampler_state, self.extra_states))
-        if write_back.listens(self.extras):
+        if write_back.follows_writes(self.extras):
             states = write_back.notify_of_write(self, states, row, storage.read(data, row), path)
         return self.replace(data=data, sampler_state=state, extra_states=states)
 
@@ -216,12 +217,12 @@ class Body(SlottedBuffer, Base):
         rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
         write_back.check_writable(self, path, every=True)
         data, states = write_back.map_field(self, path, fn, rows)
-        fixed = lax.stop_gradient(data)
+        detached = lax.stop_gradient(data)
         return self.replace(
             data=data,
             sampler_state=lax.stop_gradient(self.sampler_state),
             extra_states=tuple(
-                events.notify(part.on_map, lax.stop_gradient(state), fixed, self.layout, path)
+                events.notify(part.on_map, lax.stop_gradient(state), detached, self.layout, path)
                 for part, state in zip(self.extras, states, strict=True)
             ),
         )
@@ -276,7 +277,7 @@ class Body(SlottedBuffer, Base):
     def get(self, slots: Slots) -> Sample:
         slots = check_slots(slots)
         live = self.occupancy.holds(slots)
-        index = jnp.where(live, slots.index, self.occupancy.capacity)
+        index = jnp.where(live, slots.index, self.num_slots)
         state = lax.stop_gradient(self.sampler_state)
         probability = self.bound_sampler.probability(state, index, self.occupancy)
         if probability is None:  # The sampler cannot tell.
@@ -311,17 +312,17 @@ class Body(SlottedBuffer, Base):
     def metrics(self) -> dict[str, Array]:
         metrics: dict[str, Array] = {}
         state = lax.stop_gradient(self.sampler_state)
-        sampled = events.query(self.bound_sampler.metrics, state, self.occupancy)
+        of_sampler = events.query(self.bound_sampler.metrics, state, self.occupancy)
         reports: list[tuple[object, dict[str, Array]]] = [
             ("the buffer", self._sizes()),
             ("a count of rows", counters.named(self.counter_names, self.counters)),
-            # A sampler and an evictor that both use scores report them both.
-            (self.sampler, {**self.occupancy.metrics(), **sampled}),
-            ("a number of the sampler", self.sampler_numbers()),
+            # A sampler and an evictor that both use scores report the same metrics of these.
+            (self.sampler, {**self.occupancy.metrics(), **of_sampler}),
+            ("a number of the sampler", self.hyperparameter_metrics()),
         ]
         reports += [
             (part, events.query(part.metrics, state, self.occupancy))
-            for part, state in self._parts()
+            for part, state in self._extras_and_states()
         ]
         owners: dict[str, object] = {}
         for owner, values in reports:
@@ -343,8 +344,8 @@ class Body(SlottedBuffer, Base):
 
     def kept_by_hyperparameters(self) -> tuple[str, ...]:
         """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
-        listens = any(map(hyperparameters.listens, self.bound_sampler.leaf_samplers))
-        return ("data", "occupancy", "extra_states", *(() if listens else ("sampler_state",)))
+        notified = any(map(hyperparameters.is_notified, self.bound_sampler.leaf_samplers))
+        return ("data", "occupancy", "extra_states", *(() if notified else ("sampler_state",)))
 
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
@@ -361,7 +362,7 @@ class Body(SlottedBuffer, Base):
         self.check_fit(sampler, self.extras, self.occupancy)
         by_slot = lax.stop_gradient(self.by_slot())
         changed = self.counting_illegal(*hyperparameters.with_sampler(self, sampler, by_slot))
-        return check_names(changed)
+        return check_metric_names(changed)
 
     def counting_illegal(self, changed: Self, legal: Bool[Array, ""]) -> Self:
         """Returns a changed buffer that has counted values of the sampler that are not legal."""
@@ -391,12 +392,14 @@ class Body(SlottedBuffer, Base):
             )
         )
 
-    def sampler_numbers(self) -> dict[str, Array]:
-        """Returns the numbers of the sampler that vary as scalars."""
+    def hyperparameter_metrics(self) -> dict[str, Array]:
+        """Returns the varying hyperparameters as scalars, those of an array as ``name[i]``."""
         scalars: dict[str, Array] = {}
         for name, value in lax.stop_gradient(self.hyperparameters).items():
-            numbered = {f"{name}[{i}]": value[i] for i in range(value.size)} if value.ndim else {}
-            scalars |= numbered or {name: value}
+            if value.ndim:
+                scalars |= {f"{name}[{i}]": value[i] for i in range(value.size)}
+            else:
+                scalars[name] = value
         return scalars
 
     def _sizes(self) -> dict[str, Array]:
@@ -406,7 +409,7 @@ class Body(SlottedBuffer, Base):
         """Returns the contents of the slots at ``index``, leaves ``[B, ...]``."""
         return storage.read(self.data, self.rows_of(index))
 
-    def _drawn(self, key: PRNGKeyArray, batch_size: int) -> Sample:
+    def _draw_batch(self, key: PRNGKeyArray, batch_size: int) -> Sample:
         """Returns a batch drawn by the sampler."""
         rows = check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
@@ -416,16 +419,19 @@ class Body(SlottedBuffer, Base):
         """Returns the counters with these counts added."""
         return self.counters + counters.tally(self.counter_names, counts)
 
-    def _parts(self) -> list[tuple[Part, State]]:
+    def _extras_and_states(self) -> list[tuple[Part, State]]:
         """Returns the extras and their states, through which no gradient flows."""
         return list(zip(self.extras, lax.stop_gradient(self.extra_states), strict=True))
 
-    def _notify(self, event: Callable[[Part], Callable[..., State]], *arguments: Any) -> Self:
-        """Notifies all extras; the event is, for example, ``lambda part: part.on_add``."""
-        states = [events.notify(event(part), state, *arguments) for part, state in self._parts()]
+    def _notify(self, method_of: Callable[[Part], Callable[..., State]], *arguments: Any) -> Self:
+        """Calls a method of all extras, such as that of ``lambda part: part.on_add``."""
+        states = [
+            events.notify(method_of(part), state, *arguments)
+            for part, state in self._extras_and_states()
+        ]
         return self.replace(extra_states=tuple(states))
 
-    def _find(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
+    def _find_extra(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
         """Returns the part of this class and its state, or ``(None, ())``."""
         for part, state in zip(self.extras, self.extra_states, strict=True):
             if isinstance(part, kind):
@@ -443,18 +449,20 @@ class Body(SlottedBuffer, Base):
             occupancy=self.occupancy.clear(),
             sampler_state=self.bound_sampler.init(self.num_slots),
             extra_states=tuple(
-                events.notify(part.on_clear, state, init(part)) for part, state in self._parts()
+                events.notify(part.on_clear, state, init(part))
+                for part, state in self._extras_and_states()
             ),
         )
         return trees.in_place_of(self, empty)
 
 
-def check_names(buffer: SomeBody) -> SomeBody:
-    """Returns the buffer.
+def check_metric_names(buffer: AnyBuffer) -> AnyBuffer:
+    """Returns the buffer after a check that no two of its metrics have the same name.
+
+    Only metrics of parts from outside of this library can, so others are not traced.
 
     Raises:
-        ValueError: If a part that is not one of this library names a reason or a metric like
-            something else that ``metrics()`` returns.
+        ValueError: If two have.
     """
     package = Part.__module__.partition(".")[0]
     if any(type(part).__module__.partition(".")[0] != package for part in buffer.extras):
@@ -478,10 +486,10 @@ def refuse(
         mask: The rows still to be added.
         counts: The numbers of rows by reason, to which these are added.
     """
-    none: Array = jnp.uint32(0)
+    zero: Array = jnp.uint32(0)
     refused = jnp.zeros_like(mask)
     for reason, illegal in reasons.items():
         new = mask & illegal & ~refused
-        counts[reason] = counts.get(reason, none) + jnp.sum(new, dtype=jnp.uint32)
+        counts[reason] = counts.get(reason, zero) + jnp.sum(new, dtype=jnp.uint32)
         refused |= new
     return refused
