@@ -54,6 +54,8 @@ def check_slots(slots: object, name: str = "slots") -> Slots:
         isinstance(field, arrays) for field in (slots.index, slots.generation)
     ):
         kind = "only an array" if isinstance(slots, arrays) else checks.name_of(slots)
+        if isinstance(slots, Slots):
+            kind = f"{slots}, whose fields are not both arrays"
         raise ValueError(f"{name} is {kind}; expected the slots of a sample: batch.slots")
     index, generation = slots.index, slots.generation
     integers = all(jnp.issubdtype(field.dtype, jnp.integer) for field in (index, generation))

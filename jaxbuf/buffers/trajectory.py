@@ -391,9 +391,8 @@ class TrajectoryBuffer(SampledBuffer):
         if envs is None:
             return self._cleared(lambda part: part.init_windows(self.data, self.rings))
         mask = mask_of(envs, self.num_envs)
-        starts = self.length // self.period
-        slot = jnp.arange(self.num_envs * starts, dtype=jnp.int32)
-        removed = jnp.where(jnp.repeat(mask, starts), slot, slot.size)
+        slot = jnp.arange(self.rings.num_slots, dtype=jnp.int32)
+        removed = jnp.where(jnp.repeat(mask, self.rings.windows_per_ring), slot, slot.size)
         cleared = self._change_windows(self.rings.clear(mask), removed=removed)
         return cleared._notify(lambda part: part.on_clear_envs, mask)
 

@@ -105,6 +105,23 @@ def _byte(dtype: np.dtype) -> np.dtype:
     return jnp.dtype(jnp.float8_e4m3fn) if jnp.finfo(dtype).bits < 8 else dtype
 
 
+def mark_replicated(tree: AnyTree, axis: str) -> AnyTree:
+    """Returns the same numbers, marked as those of all devices, on which they must be equal.
+
+    Otherwise they cannot leave a ``jax.shard_map`` with its default checks as they are.
+    """
+
+    def mark(leaf: Array) -> Array:
+        if axis not in varying_axes(leaf):
+            return leaf
+        leaf = lax.stop_gradient(leaf)
+        if leaf.dtype == jnp.bool_:
+            return lax.pmax(leaf.astype(jnp.int32), axis) > 0
+        return lax.pmax(leaf, axis)
+
+    return jax.tree.map(mark, tree)
+
+
 def vary_with(tree: AnyTree, *others: PyTree[Array]) -> AnyTree:
     """Returns the same arrays, marked as varying over all mesh axes that ``others`` vary over.
 

@@ -304,11 +304,12 @@ def _converted(label: str, owner: Any, name: str, value: Any) -> Array:
     Raises:
         ValueError: If it is no number, or known and not legal.
     """
-    expected = _expected(owner, name, value)
-    if isinstance(value, list | tuple):
+    expected = _expected(owner, name, ndim(value))
+    if isinstance(value, list | tuple) and not _is_concrete(value):
         parts: Any = value
-        if not all(map(_is_concrete, parts)):
-            value = jnp.stack([jnp.asarray(part, jnp.float32) for part in parts])
+        if any(map(ndim, parts)):
+            raise ValueError(f"{label} is {value}; expected {expected}")
+        value = jnp.stack([jnp.asarray(part, jnp.float32) for part in parts])
     if _is_concrete(value):
         try:
             array = np.asarray(value)
@@ -326,9 +327,14 @@ def _converted(label: str, owner: Any, name: str, value: Any) -> Array:
     return jax.lax.stop_gradient(value.astype(jnp.float32))
 
 
-def _expected(owner: Any, name: str, value: Any) -> str:
+def ndim(value: Any) -> int:
+    """Returns the number of axes of a value, at most 1 of a list, whose parts may be traced."""
+    return 1 if isinstance(value, list | tuple) else np.ndim(value)
+
+
+def _expected(owner: Any, name: str, ndim: int) -> str:
     low, high = owner.varies[name]
-    if np.ndim(value):
+    if ndim:
         return "finite numbers of at least 0, not all 0"
     if math.isinf(high):
         return f"a finite number of at least {low:.4g}"

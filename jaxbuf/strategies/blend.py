@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
-from jaxbuf.core.hyperparameters import Varying, changed
+from jaxbuf.core.hyperparameters import Varying, changed, ndim
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
 from jaxbuf.core.types import Function, State
@@ -275,7 +275,7 @@ def _count(weights: tuple[float, ...] | Varying) -> int:
         return len(weights)
     if weights.value is None:
         return math.prod(weights.shape)
-    return len(weights.value) if np.ndim(weights.value) == 1 else 0
+    return len(weights.value) if ndim(weights.value) == 1 else 0
 
 
 def _check_part(name: str, sampler: object) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sorting
 from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
@@ -157,7 +158,8 @@ class Softmax(ShardableSampler):
         scores = state.scores.set(index, value)
         masses = state.masses.set(index, self._mass(value, state.reference))
         largest = scores.root("max")
-        drift = jnp.float32(_DRIFT * self.temperature)
+        # At most some number, since an infinite drift could not be subtracted from infinities.
+        drift = jnp.float32(_DRIFT * at_most(self.temperature, 2.0**120))
 
         def outdated(carry: tuple[SegmentTree, Array]) -> Array:
             # The difference of equal infinities would be NaN.

@@ -229,12 +229,12 @@ class Mixture(SlottedBuffer, Described):
         return arguments
 
     def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
-        i = self._check_part(options.pop("part", None))
+        i = self._pop_part(options)
         check_options(self.parts[i], "add", options)
         return self.replace_part(i, self.parts[i].add(items, **options))
 
     def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
-        i = self._check_part(options.pop("part", None))
+        i = self._pop_part(options)
         check_options(self.parts[i], "insert", options, f"parts[{i}]")
         buffer, slots = self._slotted(i).insert(items, **options)
         return self.replace_part(i, buffer), self._global_slots(i, slots)
@@ -250,19 +250,19 @@ class Mixture(SlottedBuffer, Described):
 
     def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
         options = dict(arguments)
-        i = self._check_part(options.pop("part", None))
+        i = self._pop_part(options)
         return {**as_buffer(self.parts[i]).check_hyperparameters(options), "part": i}
 
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: Any
     ) -> Self:
-        i = self._check_part(options.pop("part", None))
+        i = self._pop_part(options)
         check_options(self.parts[i], "set_hyperparameters", options, f"parts[{i}]")
         changed = self._slotted(i).set_hyperparameters(values, **options)
         return self.replace_part(i, changed)
 
     def with_sampler(self, sampler: Sampler, **options: Unpack[PartOptions]) -> Self:
-        i = self._check_part(options.pop("part", None))
+        i = self._pop_part(options)
         check_options(self.parts[i], "with_sampler", options, f"parts[{i}]")
         # Another sampler changes the structure, so not by ``replace_part``.
         return self._with_part(i, self._slotted(i).with_sampler(sampler, **options))
@@ -670,6 +670,20 @@ class Mixture(SlottedBuffer, Described):
     def _slot_offset(self, part: int) -> int:
         """Returns the number of slots of the parts before this one."""
         return sum(earlier.capacity for earlier in self.parts[:part])
+
+    def _pop_part(self, options: Any) -> int:
+        """Takes the number of the part out of the options of a call, and checks it.
+
+        Raises:
+            ValueError: If it is not the number of a part, or that of a mixture.
+        """
+        i = self._check_part(options.pop("part", None))
+        if as_buffer(self.parts[i]).members:
+            raise ValueError(
+                f"parts[{i}] is a Mixture, of which one part would have to be named too; change "
+                f"mixture.parts[{i}] by itself, and put it back with mixture.replace(parts=(...))"
+            )
+        return i
 
     def _check_part(self, part: Any) -> int:
         integer = isinstance(part, int | np.integer) and not isinstance(part, bool)

@@ -325,6 +325,26 @@ def test_a_first_value_may_be_traced():
     assert buffers.counters[:, 1].tolist() == [0, 1, 1]
 
 
+def test_weights_may_be_traced_one_by_one():
+    def blend(weights):
+        return Blend((PLAIN, Uniform()), Varying(weights))
+
+    buffer = filled(blend((0.5, 0.5)))
+    changes = (
+        lambda a: buffer.set_hyperparameters(weights=[a, 1 - a]),
+        lambda a: buffer.with_sampler(blend((a, 1 - a))),
+        lambda a: jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=blend([a, 1 - a])),
+    )
+    for change in changes:
+        weights = jax.jit(change)(jnp.float32(0.25)).hyperparameters["weights"]
+        assert weights.tolist() == [0.25, 0.75]
+    with pytest.raises(ValueError, match=r"weights is .*expected finite numbers"):
+        buffer.set_hyperparameters(weights=[[1], 1, 2])
+    for wrong in ([[1], 1], [[0.5], [0.5]]):
+        with pytest.raises(ValueError, match=r"weights is .*expected finite numbers"):
+            jax.jit(lambda a, wrong=wrong: buffer.set_hyperparameters(weights=[*wrong, a]))(1.0)
+
+
 def test_names_and_paths():
     inner = Blend((Prioritized(alpha=Varying(1.0)), Prioritized(alpha=Varying(2.0))), (1, 1))
     buffer = filled(Recent(Varying(0.5), 2, inner))

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import re
 
 import chex
@@ -260,6 +261,37 @@ def test_a_new_item_gets_the_largest_priority_of_all_shards():
     np.testing.assert_array_equal(roots, after.max(axis=1))
 
 
+STEP = {"x": jnp.float32(0), "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
+
+
+def windows(num_envs, episodes=None):
+    return jaxbuf.TrajectoryBuffer.create(
+        STEP, num_envs, 8, sequence_length=3, sampler=PLAIN, episodes=episodes
+    )
+
+
+def test_windows_get_the_largest_priority_of_all_shards():
+    """Also if their own is refused, or if the end of an episode completes them."""
+    steps = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (16, 4)), STEP)
+    priority = np.ones((16, 4), np.float32)
+    priority[0, 3] = 100
+    refused = priority.copy()
+    refused[6] = np.nan
+    for episodes in (None, jaxbuf.Episodes(boundary="avoid", short_windows="ended")):
+        one = windows(16, episodes)
+        ring = functools.partial(windows, 2, episodes)
+        many = jaxbuf.Sharded.create(ring, mesh_of(8), "data")
+        for given in (priority, refused):
+            one, many = (jaxbuf.add(buffer, steps, priority=given) for buffer in (one, many))
+        if episodes is not None:
+            one, many = (jaxbuf.end_episodes(buffer, np.arange(3, 9)) for buffer in (one, many))
+        expected = np.asarray(one.sampler_state.leaves)
+        assert (expected == 100).sum() > 4
+        np.testing.assert_array_equal(masses(many).reshape(-1), expected)
+        roots = jax.vmap(lambda shard: shard.sampler_state.root("max"))(many.shards)
+        np.testing.assert_array_equal(roots, masses(many).max(axis=1))
+
+
 def test_freshness_is_that_of_each_shard_and_rows_find_their_own():
     """Beside a model in NumPy of all slots, of which each shard fills its own in turn."""
     limits = jaxbuf.Freshness(max_use=6, max_staleness=4)
@@ -332,6 +364,19 @@ def test_metrics_of_shards_without_items_do_not_count():
     nothing = np.where(np.arange(S * N) == 3, -np.inf, 1.0).astype(np.float32)
     buffer = jaxbuf.add(buffer, rows(np.arange(S * N)), score=nothing)
     assert float(buffer.metrics()["score_min"]) == -np.inf
+
+
+@pytest.mark.parametrize("infinite", [(), (3,), (3, 70), (3, 5)])
+def test_a_mean_of_scores_that_are_not_finite(infinite):
+    score = np.ones(S * N, np.float32)
+    score[list(infinite)] = [np.inf, -np.inf][: len(infinite)]
+    one = make(jaxbuf.Softmax(), S * N)()
+    many = jaxbuf.Sharded.create(make(jaxbuf.Softmax()), mesh_of(8), "data")
+    means = [
+        float(jaxbuf.add(buffer, rows(np.arange(S * N)), score=score).metrics()["score_mean"])
+        for buffer in (one, many)
+    ]
+    assert means[0] == means[1] == (np.inf if len(infinite) == 1 else len(infinite) == 0)
 
 
 def collectives(text):
@@ -489,6 +534,24 @@ def test_inside_of_a_shard_map_as_it_comes(monkeypatch, expected):
     chex.assert_trees_all_close(buffer.shards, expected[0].shards, rtol=1e-6)
     assert metrics[0].tolist() == [S * N] * 4
     assert metrics[1].all()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_is_the_same_on_all_devices_leaves_a_shard_map_as_it_is(exchanges):
+    sampler = jaxbuf.Prioritized(alpha=jaxbuf.Varying(1.0))
+    buffer = filled(mesh_of(4), sampler, exchange=exchanges)
+
+    def read(buffer):
+        return (
+            buffer.metrics(),
+            buffer.support(),
+            buffer.can_sample(3),
+            buffer.hyperparameters,
+            buffer.size,
+        )
+
+    mapped = jax.shard_map(read, mesh=mesh_of(4), in_specs=P("data"), out_specs=P())
+    chex.assert_trees_all_close(jax.jit(mapped)(buffer), read(buffer), rtol=1e-6)
 
 
 def changes():

@@ -79,6 +79,16 @@ def test_infinite_scores(replacement):
     np.testing.assert_array_equal(nothing.probability, 0)
 
 
+@pytest.mark.parametrize("temperature", [3e37, 3e38, jaxbuf.Varying(3e38)])
+def test_the_highest_temperatures_draw_all_alike(temperature):
+    sampler = jaxbuf.Softmax(temperature=temperature)
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=sampler)
+    buffer, slots = buffer.insert(jnp.arange(3), score=jnp.array([0.0, 5.0, -INF]))
+    np.testing.assert_allclose(buffer.get(slots).probability, [0.5, 0.5, 0])
+    assert buffer.sample(jax.random.key(0), 4).valid.all()
+    jaxbuf.testing.assert_valid(buffer)
+
+
 @pytest.mark.parametrize("replacement", [True, False])
 def test_an_item_that_is_never_drawn_has_probability_0_in_every_mixture(replacement):
     softmax = jaxbuf.Softmax(replacement=replacement)

@@ -174,6 +174,10 @@ def other(example):
         ),
         (lambda m: m.add(jnp.zeros(2, jnp.int32)), "part is None; expected the number of one of"),
         (lambda m: m.add(jnp.zeros(2, jnp.int32), part=2), "part is 2; expected"),
+        (
+            lambda m: jaxbuf.Mixture.create([m, other(ITEM)], [1, 1]).add(jnp.arange(2), part=0),
+            "parts[0] is a Mixture, of which one part would have to be named too",
+        ),
         (lambda m: m.replace_part(0, other(ITEM)), "buffer is not built like parts[0]"),
         (lambda m: m.sample(jax.random.key(0), 0), "batch_size is 0"),
         (

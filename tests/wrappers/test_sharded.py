@@ -89,7 +89,7 @@ def test_rows_stay_with_their_shard_as_far_as_they_can(count):
 @pytest.mark.parametrize("limit", [2**32, 0])
 def test_more_shards_than_rows_of_each(monkeypatch, limit):
     """Beside rows put in place one by one; sorted by packed words, and as pairs."""
-    monkeypatch.setattr(exchange, "_PACKED", limit)
+    monkeypatch.setattr(exchange, "_MOST_PACKED", limit)
     rng, count = np.random.default_rng(0), 300
     shard = np.sort(rng.integers(0, count, 2 * count)).astype(np.int32)
     rng.shuffle(shard[count:])

@@ -447,7 +447,10 @@ NO_SLOTS = {
     "flags": (Slots(np.zeros(4, bool), np.zeros(4, np.uint32)), "expected integers"),
     "None": (None, "expected the slots of a sample|positions is None"),
     "an array": (np.zeros(4, np.int32), "expected the slots of a sample|positions is None"),
-    "a list": (Slots([0] * 4, [0] * 4), "expected the slots of a sample"),
+    "a list": (
+        Slots([0] * 4, [0] * 4),
+        "fields are not both arrays; expected the slots of a sample",
+    ),
 }
 
 

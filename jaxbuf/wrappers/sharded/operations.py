@@ -160,15 +160,10 @@ def add_rows(
     """
 
     def body(shards: SampledBuffer, rows: tuple[PyTree[Array], ...], _: object) -> Any:
-        sampler = sampler_of(shards)
         has_rows = any(leaf.size for leaf in jax.tree.leaves(rows[0]))
-        if sampler.uses_priority and "priority" not in arguments and has_rows:
-            # New items without a priority get the default of all shards together. Not where there
-            # are none: a shard would keep this default until one of its priorities changes.
-            summaries = all_gather(summarize(shards), buffer.axis)  # [S]
-            states = lax.stop_gradient(shards.sampler_state)
-            states = jax.vmap(sampler.with_global_default, in_axes=(0, None))(states, summaries)
-            shards = shards.replace(sampler_state=states)
+        # Steps whose priority is refused get the default, items are refused with it.
+        if has_rows and ("priority" not in arguments or shards.num_envs):
+            shards = with_global_default(buffer, shards)
         count = num_local(shards)
         blocks = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
         result = jax.vmap(add_block)(shards, *blocks)  # [L], with slots [L, B / S]
@@ -179,6 +174,20 @@ def add_rows(
         return changed, jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), slots)
 
     return run_on_devices(buffer, body, (items, arguments))
+
+
+def with_global_default(buffer: ShardedFields, shards: SampledBuffer) -> SampledBuffer:
+    """Returns the shards with the default priority of all of them together.
+
+    A shard keeps it until one of its priorities changes, which must follow.
+    """
+    sampler = sampler_of(shards)
+    if not sampler.uses_priority:
+        return shards
+    summaries = all_gather(summarize(shards), buffer.axis)  # [S]
+    states = lax.stop_gradient(shards.sampler_state)
+    states = jax.vmap(sampler.with_global_default, in_axes=(0, None))(states, summaries)
+    return shards.replace(sampler_state=states)
 
 
 def global_slots(buffer: ShardedFields, slots: Slots, shard_id: Int[Array, "..."]) -> Slots:
@@ -201,6 +210,9 @@ def change_envs(
     """Applies ``change(shard, mask)`` to every shard, with the mask of its own environments."""
 
     def body(shards: SampledBuffer, mask: Bool[Array, " E"], _: object) -> SampledBuffer:
+        if shards.episodes is not None and shards.episodes.removes:
+            # Windows that end with their episodes may be complete then, and get the default.
+            shards = with_global_default(buffer, shards)
         return jax.vmap(change)(shards, mask.reshape(num_local(shards), -1))
 
     return buffer.replace(shards=run_on_devices(buffer, body, mask))
@@ -348,19 +360,23 @@ def metrics(buffer: ShardedFields) -> dict[str, Array]:
                 return value[0]
             if name in shards.counter_names:
                 return jnp.sum(value, dtype=value.dtype)
-            return _join_metric(name, value, count)
+            return _join_metric(name, per_shard, count)
 
         return {name: join(name, value) for name, value in per_shard.items()}
 
     return run_on_devices(buffer, body, out=jax.P())
 
 
-def _join_metric(name: str, value: Array, count: Int[Array, " S"]) -> Array:
+def _join_metric(name: str, per_shard: dict[str, Array], count: Int[Array, " S"]) -> Array:
     """Returns one value for the values ``[S]`` of a metric in all shards, with ``count`` items."""
-    nonempty = count > 0  # [S]
+    value, nonempty = per_shard[name], count > 0  # [S]
     if name.endswith("_mean"):
         share = count.astype(jnp.float32) / jnp.maximum(jnp.sum(count), 1).astype(jnp.float32)
-        return jnp.sum(jnp.where(nonempty, value * share, 0.0))
+        mean = jnp.sum(jnp.where(nonempty, value * share, 0.0))
+        stem = name.removesuffix("_mean")
+        least, largest = (per_shard.get(stem + end, value) for end in ("_min", "_max"))
+        # The sum of both infinities is NaN. As in a single buffer, their mean is 0.
+        return jnp.where(jnp.any(least == -jnp.inf) & jnp.any(largest == jnp.inf), 0.0, mean)
     # A shard without items has no extremes. If all are empty, the value is that of the first one.
     extremes = jnp.where(nonempty, value, value[jnp.argmax(nonempty)])  # [S]
     if name.endswith("_min"):

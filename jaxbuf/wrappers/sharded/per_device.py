@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.buffers.sampled import SampledBuffer
+from jaxbuf.core.collectives import mark_replicated
 from jaxbuf.core.describe import Described
 from jaxbuf.core.versions import reshard
 
@@ -86,7 +87,8 @@ def run_on_devices(
                 f"buffer has {local} of its {buffer.num_shards} shards on each of "
                 f"{mesh.shape[buffer.axis]} devices; pass it to shard_map by in_specs={spec}"
             )
-        return body(buffer.shards, rows, replicated)
+        result = body(buffer.shards, rows, replicated)
+        return result if out is None else mark_replicated(result, buffer.axis)
     args, specs = (buffer.shards, rows, replicated), (spec, spec, jax.P())
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[buffer.axis] == _EXPLICIT:
         # With explicit sharding, shard_map requires arguments with the shardings of its in_specs.
