@@ -374,7 +374,9 @@ def _join_metric(name: str, per_shard: dict[str, Array], count: Int[Array, " S"]
         share = count.astype(jnp.float32) / jnp.maximum(jnp.sum(count), 1).astype(jnp.float32)
         mean = jnp.sum(jnp.where(nonempty, value * share, 0.0))
         stem = name.removesuffix("_mean")
-        least, largest = (per_shard.get(stem + end, value) for end in ("_min", "_max"))
+        least, largest = (
+            per_shard.get(stem + end, value).astype(jnp.float32) for end in ("_min", "_max")
+        )
         # The sum of both infinities is NaN. As in a single buffer, their mean is 0.
         return jnp.where(jnp.any(least == -jnp.inf) & jnp.any(largest == jnp.inf), 0.0, mean)
     # A shard without items has no extremes. If all are empty, the value is that of the first one.
