@@ -305,12 +305,13 @@ def _converted(label: str, owner: Any, name: str, value: Any) -> Array:
         ValueError: If it is no number, or known and not legal.
     """
     expected = _expected(owner, name, ndim(value))
-    if isinstance(value, list | tuple) and not _is_concrete(value):
+    is_concrete = _is_concrete(value)
+    if isinstance(value, list | tuple) and not is_concrete:
         parts: Any = value
         if any(map(ndim, parts)):
             raise ValueError(f"{label} is {value}; expected {expected}")
         value = jnp.stack([jnp.asarray(part, jnp.float32) for part in parts])
-    if _is_concrete(value):
+    if is_concrete:
         try:
             array = np.asarray(value)
             real = array.dtype.kind in "iuf" or jnp.issubdtype(array.dtype, jnp.floating)
@@ -332,9 +333,9 @@ def ndim(value: Any) -> int:
     return 1 if isinstance(value, list | tuple) else np.ndim(value)
 
 
-def _expected(owner: Any, name: str, ndim: int) -> str:
+def _expected(owner: Any, name: str, num_axes: int) -> str:
     low, high = owner.varies[name]
-    if ndim:
+    if num_axes:
         return "finite numbers of at least 0, not all 0"
     if math.isinf(high):
         return f"a finite number of at least {low:.4g}"

@@ -369,7 +369,7 @@ def _base(
 ) -> tuple[Float[Array, "..."], Bool[Array, "..."]]:
     """Returns ``max(priority, TINY) + epsilon``, or ``epsilon`` for a priority of 0.
 
-    Also returns a mask of the legal priorities. Others count as 0.
+    Negative priorities count as 0. Also returns a mask of the legal ones.
     """
     # Compares bits, since XLA may take the smallest (subnormal) numbers for zeros. Negative
     # ones are refused elsewhere, and must not make a NaN here: ``jax_debug_nans`` would raise.

@@ -636,11 +636,8 @@ class Mixture(SlottedBuffer, Described):
             change: Returns a part after a change of the environments in the mask.
             needs: What a part must be able to do.
         """
-        able, mask, parts = (
-            self._able_parts(name, needs),
-            mask_of(envs, self.num_envs),
-            [*self.parts],
-        )
+        able, parts = self._able_parts(name, needs), [*self.parts]
+        mask = mask_of(envs, self.num_envs)
         for i in able:
             start, count = self._env_offset(i), as_buffer(parts[i]).num_envs
             parts[i] = change(parts[i], mask[start : start + count])
