@@ -242,7 +242,8 @@ def broadcast_steps(
     """
     env, position = numbers.integers(env_ids, name), numbers.array(positions, "positions")
     if not jnp.issubdtype(position.dtype, jnp.integer):
-        raise ValueError(f"positions has dtype {position.dtype}; expected integers")
+        given = numbers.given_dtype(positions, position.dtype)
+        raise ValueError(f"positions has dtype {given}; expected integers")
     try:
         shape = jnp.broadcast_shapes(env.shape, position.shape)
     except ValueError as error:

@@ -99,12 +99,37 @@ def ids(value: object, name: str) -> Any:
         value = np.asarray(value)
     got = type_of(value, name)
     if not jnp.issubdtype(got.dtype, jnp.integer) and (got.shape == () or 0 not in got.shape):
-        raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
+        raise ValueError(f"{name} has dtype {given_dtype(value, got.dtype)}; expected integers")
     if isinstance(value, jax.core.Tracer):
         return value
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
     return trees.native(np.array(value))
+
+
+def given_dtype(value: object, otherwise: Dtype) -> Dtype:
+    """Returns the dtype with which a value came, for an error about it.
+
+    JAX reads NumPy's numbers of 64 bits as those of 32, and the caller knows them as they are.
+
+    Args:
+        value: An array or a number.
+        otherwise: The dtype of a value that has none.
+
+    Example:
+        >>> given_dtype(np.zeros(3), np.dtype("float32")), given_dtype(2, np.dtype("int32"))
+        (dtype('float64'), dtype('int32'))
+    """
+    return getattr(value, "dtype", otherwise)
+
+
+def has_wide(tree: PyTree) -> bool:
+    """Returns whether there are NumPy's numbers of 64 bits in a pytree; False for what is none."""
+    try:
+        leaves = jax.tree.leaves(tree)
+    except (TypeError, ValueError):
+        return False
+    return any(isinstance(x, np.ndarray | np.generic) and x.dtype in _HALF for x in leaves)
 
 
 def is_number(dtype: Dtype) -> bool:
@@ -195,7 +220,7 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
     """
     got = type_of(value, name)
     if not jnp.issubdtype(got.dtype, jnp.integer):
-        raise ValueError(f"{name} has dtype {got.dtype}; expected integers")
+        raise ValueError(f"{name} has dtype {given_dtype(value, got.dtype)}; expected integers")
     return to_array(value, name, np.dtype("int32"))
 
 

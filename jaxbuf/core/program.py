@@ -145,7 +145,10 @@ class Program:
             _forget_frames(error)
             if "donate" in str(error):
                 self._check_memory(args, options, donate)
-            raise
+            # It speaks of the 32 bits of what was traced.
+            if not ("has dtype" in str(error) and numbers.has_wide((args, options))):
+                raise
+            wrong = error
         except RuntimeError:
             self._check_memory(args, options, donate)
             raise

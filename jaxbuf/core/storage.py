@@ -146,8 +146,8 @@ def check(
         loose = got.weak_type and numbers.may_become(got.dtype, dtype)
         if got.dtype != dtype and not (loose or numbers.counts_as(leaf, dtype)):
             raise ValueError(
-                f"{label} has dtype {got.dtype}; expected {dtype} "
-                f"(cast it yourself: nothing is cast silently)"
+                f"{label} has dtype {numbers.given_dtype(leaf, got.dtype)}; expected {dtype} (cast "
+                "it yourself: only Python's numbers are cast, and NumPy's of 64 bits to 32)"
             )
         out.append(numbers.to_array(leaf, label, dtype) if concrete else leaf)
     sizes = tuple(axis if isinstance(axis, int) else lengths[axis] for axis in axes)
@@ -200,7 +200,8 @@ def check_rows(
     if got.shape != shape:
         raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
     if not _is_castable(got, dtype):
-        raise ValueError(f"{name} has dtype {got.dtype}; expected {np.dtype(dtype).name}")
+        given = numbers.given_dtype(value, got.dtype)
+        raise ValueError(f"{name} has dtype {given}; expected {np.dtype(dtype).name}")
     return lax.stop_gradient(numbers.to_array(value, name, np.dtype(dtype), infinite=infinite))
 
 

@@ -28,6 +28,10 @@ def filled(sampler=PRIORITIZED):
     return jaxbuf.add(create(sampler), rows())
 
 
+def rings():
+    return jaxbuf.TrajectoryBuffer.create(example(), 2, 8)
+
+
 HOW_TO_ADD = {
     "method": lambda buffer, items, **options: buffer.add(items, **options),
     "function": jaxbuf.add,
@@ -105,6 +109,24 @@ def test_a_dtype_is_never_cast(how, leaf, bad, expected):
         HOW_TO_ADD[how](create(), items)
     assert expected in str(error.value)
     assert jnp.dtype(bad).name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b: b.add(rows() | {"obs": np.zeros((8, 4), int)}), "items['obs'] has dtype int64"),
+        (lambda b: jaxbuf.add(b, rows() | {"action": np.zeros(8)}), "float64; expected int32"),
+        (lambda b: b.add(rows(), mask=np.ones(8)), "mask has dtype float64; expected bool"),
+        (lambda b: b.add(rows(), priority=np.ones(8, complex)), "priority has dtype complex128"),
+        (lambda b: b.set_field("action", b.latest(2).slots, np.ones(2)), "dtype float64"),
+        (lambda b: rings().slots_at(np.zeros(2), np.zeros(2)), "env_ids has dtype float64"),
+        (lambda b: rings().slots_at(np.zeros(2, int), np.zeros(2)), "positions has dtype float64"),
+    ],
+)
+def test_a_dtype_is_called_as_the_caller_knows_it(call, message):
+    """JAX reads NumPy's numbers of 64 bits as those of 32 before it traces a program."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(filled())
 
 
 @pytest.mark.parametrize("how", list(HOW_TO_ADD))
