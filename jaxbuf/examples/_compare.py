@@ -88,5 +88,5 @@ def compare(
     picture = run.out / f"{metric}.png"
     _run.plot(picture, step, curves, title=title, xlabel="steps per seed", ylabel=metric)
     columns = {name: _run.cells(_run.late(curve), "{:.2f}") for name, curve in curves.items()}
-    columns["steps"] = [""] * config.seeds + [f"{step[-1]:,.0f}"]
+    columns["steps of each"] = _run.totals(step[-1], config.seeds)
     run.report(picture.name, columns)

@@ -157,7 +157,12 @@ class Run(Generic[Config]):
         print(f"{picture}, log and checkpoint are in {self.out}")
 
     def report_returns(
-        self, name: str, greedy: Float[np.ndarray, "S E"], seconds: Sequence[float], size: int
+        self,
+        name: str,
+        greedy: Float[np.ndarray, "S E"],
+        seconds: Sequence[float],
+        size: int,
+        first: int = 1,
     ) -> None:
         """Draws the learning curve, and prints the returns of each seed.
 
@@ -168,6 +173,7 @@ class Run(Generic[Config]):
             greedy: The returns of greedy episodes in the end, ``[seeds, episodes]``.
             seconds: The duration of each chunk.
             size: The number of steps of each seed in a chunk.
+            first: The number of chunks in which programs are compiled.
         """
         config: Any = self.config
         steps, seeds = self.logged("step"), len(greedy)
@@ -180,24 +186,24 @@ class Run(Generic[Config]):
             xlabel="environment steps" + (" per seed" if seeds > 1 else ""),
             ylabel="return while training",
         )
-        # The first chunk is mostly compilation.
-        measured, step = seconds[1:] or seconds, int(steps[-1])
+        measured, step = seconds[first:], int(steps[-1])
         speed = f"{len(measured) * size * seeds / sum(measured):,.0f}" if measured else "-"
         self.report(
             "learning curve",
             {
                 "greedy return": cells(greedy.mean(axis=1), "{:.1f}"),
                 "return in training": cells(late(returns), "{:.1f}"),
-                "steps": [f"{step:,}"] * seeds + [f"{step * seeds:,}"],
+                "steps": totals(step, seeds),
                 "steps/s": [""] * seeds + [speed],
             },
         )
-        if len(seconds) > 1:
+        if measured:
             others = time.perf_counter() - self.began - sum(seconds)
             print(
-                f"time: {seconds[0]:.1f} s for the first {size * seeds:,} steps, in which programs "
-                f"are compiled, {sum(measured):.1f} s for the others, whose steps/s these are, and "
-                f"{others:.1f} s before and after, for greedy episodes and setting up"
+                f"time: {sum(seconds[:first]):.1f} s for the first {first * size * seeds:,} steps, "
+                f"in which programs are compiled, {sum(measured):.1f} s for the others, whose "
+                f"steps/s these are, and {others:.1f} s before and after, for greedy episodes and "
+                "setting up"
             )
 
 
@@ -343,6 +349,11 @@ def shown(returns: PyTree) -> str:
 def cells(values: Float[np.ndarray, " S"], form: str) -> list[str]:
     """Returns the numbers of all seeds, ``[seeds]``, and their mean, as texts of this form."""
     return [form.format(value) for value in (*values, values.mean())]
+
+
+def totals(count: float, seeds: int) -> list[str]:
+    """Returns the count of each of ``seeds`` seeds, and that of all of them, as texts."""
+    return [f"{count:,.0f}"] * seeds + [f"{count * seeds:,.0f}"]
 
 
 def late(curves: Float[np.ndarray, "P S"]) -> Float[np.ndarray, " S"]:

@@ -245,7 +245,7 @@ def train(run: _run.Run[Config]) -> None:
         ylabel="success rate of greedy episodes",
     )
     columns = {name: _run.cells(rates[-1], "{:.0%}") for name, rates in success.items()}
-    columns["episodes"] = [""] * config.seeds + [f"{episodes[-1]:,.0f}"]
+    columns["episodes of each"] = _run.totals(episodes[-1], config.seeds)
     run.report("success rates", columns)
 
 

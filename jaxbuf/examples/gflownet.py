@@ -189,22 +189,35 @@ def _table(outcomes: dict[str, Outcome], config: Config) -> str:
 
 
 def _median(values: Float[np.ndarray, " S"], form: str) -> str:
-    """Returns the median over seeds, and their range in brackets."""
+    """Returns the median over the seeds with a finite number, their range, and how many they are.
+
+    Example:
+        >>> _median(np.array([3.0, 1.0, 2.0]), "g"), _median(np.array([3.0, np.inf]), "g")
+        ('2 (1 to 3)', '3 in 1 of 2 seeds')
+    """
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return "never"
     median, least, most = (
-        format(value, form) if np.isfinite(value) else "never"
-        for value in (np.median(values), values.min(), values.max())
+        format(value, form) for value in (np.median(finite), finite.min(), finite.max())
     )
-    return median if least == most else f"{median} ({least} to {most})"
+    text = median if least == most else f"{median} ({least} to {most})"
+    return text if len(finite) == len(values) else f"{text} in {len(finite)} of {len(values)} seeds"
 
 
 def compare(outcomes: dict[str, Outcome], seconds: float) -> str:
-    """Returns a comparison of the buffers with none, in words; all took ``seconds``."""
-    lines = [f"Trajectories to all modes are fresh ones; {seconds:.0f} s in all."]
-    without = np.median(outcomes["none"].to_all) if "none" in outcomes else np.inf
+    """Returns a comparison of the buffers with none, in words; the run took ``seconds``."""
+    training = sum(sum(outcome.seconds) for outcome in outcomes.values())
+    lines = [
+        f"Trajectories to all modes are fresh ones. The run took {seconds:.1f} s: {training:.1f} s "
+        "for training, whose parts are above, and the rest for setting up, L1 distances and files."
+    ]
+    without = outcomes["none"].to_all if "none" in outcomes else np.inf
     for kind, outcome in outcomes.items():
-        needed = np.median(outcome.to_all)
-        if kind != "none" and np.isfinite(needed) and np.isfinite(without):
-            share = f"{needed / without:.0%}"
+        needed = outcome.to_all
+        # A median over the seeds that found them all would compare some of them with all.
+        if kind != "none" and np.isfinite(needed).all() and np.isfinite(without).all():
+            share = f"{np.median(needed) / np.median(without):.0%}"
             lines.append(f"{kind:<8} finds all modes in {share} of the trajectories of none.")
     return "\n".join(lines)
 

@@ -260,11 +260,13 @@ def train(run: _run.Run[Config]) -> None:
         log |= {"return": returns.mean(), "buffer": state.buffer.metrics()}
         return state, log, _run.shown(log["return"])
 
+    # What learns is compiled where the random steps end.
+    first = math.ceil(max(0, config.warmup - done) / config.num_envs) // length + 1
     size = length * config.num_envs
     state, seconds = run.train(state, chunk, done=done, until=config.steps, size=size)
     test_envs = make_envs(config.env, config.eval_episodes)
     greedy = play(test_envs, lambda obs: agent.act(state.params, obs, None), config.seed)
-    run.report_returns("SAC", greedy[None], seconds, size)
+    run.report_returns("SAC", greedy[None], seconds, size, first)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ def finished(tmp_path_factory, promotion):
 
 def test_only_hindsight_learns(finished):
     header, _, *rows = finished.out.splitlines()
-    assert " ".join(header.split()) == "seed DQN DQN with hindsight episodes time"
+    assert " ".join(header.split()) == "seed DQN DQN with hindsight episodes of each time"
     cells = [row.split() for row in rows[:3]]
     assert [row[0] for row in cells] == ["0", "1", "all"]
     without, with_ = (float(cell.rstrip("%")) for cell in cells[-1][1:3])

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from fractions import Fraction
 from typing import Any
@@ -214,7 +215,9 @@ def test_a_run_compares_the_buffers(finished):
         # A new policy has 1.4.
         assert float(row[1]) < 0.5
         assert row[-1] == "s"
-    assert "Trajectories to all modes are fresh ones; " in finished.out
+    whole, parts = re.search(r"took ([\d.]+) s: ([\d.]+) s for training", finished.out).groups()
+    assert float(parts) == pytest.approx(sum(float(row[-2]) for row in rows), abs=0.3)
+    assert float(whole) > float(parts)
 
 
 def test_what_a_run_says_of_the_buffers():
@@ -230,7 +233,7 @@ def test_what_a_run_says_of_the_buffers():
         },
         seconds=12.3,
     ).splitlines()
-    assert first == "Trajectories to all modes are fresh ones; 12 s in all."
+    assert first.startswith("Trajectories to all modes are fresh ones. The run took 12.3 s: 3.0 s ")
     assert others == ["diverse  finds all modes in 50% of the trajectories of none."]
     never = {"none": outcome(np.inf), "reward": outcome(np.inf), "diverse": outcome(2)}
     assert "finds" not in gflownet.compare(never, seconds=1.0)

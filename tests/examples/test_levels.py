@@ -28,9 +28,12 @@ def finished(tmp_path_factory, promotion):
 
 def test_both_learn(finished):
     header, _, *rows = finished.out.splitlines()
-    assert " ".join(header.split()) == "seed uniform prioritized steps time"
+    assert " ".join(header.split()) == "seed uniform prioritized steps of each time"
     cells = [row.split() for row in rows[:3]]
     assert [row[0] for row in cells] == ["0", "1", "all"]
+    steps = [int(row[3].replace(",", "")) for row in cells]
+    assert steps[0] == steps[1] == logged(finished.folder)[-1]["step"]
+    assert steps[2] == 2 * steps[0]
     uniform, prioritized = map(float, cells[-1][1:3])
     first = logged(finished.folder)[0]
     assert np.mean([first[f"solved/{name}/{i}"] for name in levels.AGENTS for i in (0, 1)]) < 0.3

@@ -77,6 +77,11 @@ def test_it_learns(learned):
     assert np.nanmean(returns[-20:]) > -300
 
 
+def test_programs_are_compiled_in_the_first_steps_only(learned):
+    # 1,000 random steps, and the 100 after them: what learns is compiled there.
+    assert " s for the first 1,100 steps, in which programs are compiled, " in learned.out
+
+
 def test_a_run_leaves_its_files(learned):
     picture = (learned.folder / "learning_curve.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
