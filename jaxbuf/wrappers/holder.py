@@ -168,6 +168,16 @@ class Holder(Generic[State]):
         # The seconds that requests to insert, and to sample, have waited.
         self._waited = {True: 0.0, False: 0.0}
         self._has_applied = False
+        # The call that has the state, in the thread whose turn it is; None while that waits.
+        self._under_way: str | None = None
+
+    def __getstate__(self) -> object:
+        # For `pickle` and `copy`, which would otherwise name a lock, or copy all but the arrays.
+        raise TypeError(
+            "a Holder can be neither pickled nor copied: its state belongs to the threads of this "
+            "process; in another one send its arguments of add through a queue (jaxbuf.feed), and "
+            "to keep the state: holder.read(lambda buffer: jaxbuf.save(path, buffer))"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -219,8 +229,8 @@ class Holder(Generic[State]):
         Args:
             function: Returns the new state and a result. It is called from Python each time, not
                 traced. If it raises, the state is unchanged; once it has donated the old state, it
-                must not raise. Ctrl-C waits until it returns, so do there only what needs the
-                state.
+                must not raise. It must not call this holder, but use the state that it is given.
+                Ctrl-C waits until it returns, so do there only what needs the state.
             when: A condition on the state that must be true first. It is called from Python after
                 every change, and every ``recheck`` seconds.
             timeout: The most seconds to wait for the condition; by default there is no limit.
@@ -229,11 +239,12 @@ class Holder(Generic[State]):
             The result.
 
         Raises:
+            ValueError: If the function, or the condition, calls this holder.
             TimeoutError: If the condition was not met in time.
             Stopped: If the holder was stopped, before or meanwhile.
         """
         self._has_applied = True
-        return self._apply(function, when, timeout)
+        return self._apply("apply", function, when, timeout)
 
     def read(
         self,
@@ -248,15 +259,18 @@ class Holder(Generic[State]):
         return a copy instead.
 
         Args:
-            function: A function of the state, called from Python.
+            function: A function of the state, called from Python. Of this holder it may only call
+                ``read`` without a condition.
             when: As for ``apply``.
             timeout: As for ``apply``.
 
         Raises:
+            ValueError: If the function, or the condition, calls this holder.
             TimeoutError: If the condition was not met in time.
             Stopped: If there is a condition and the holder was stopped, before or meanwhile.
         """
-        with self._turn() as signals:
+        # Where one function reads, and a signal handler in it, another one may.
+        with self._turn("read", within="read" if when is None else None) as signals:
             if when is not None:
                 self._wait(signals, when, timeout)
             with signals.passing():
@@ -287,7 +301,7 @@ class Holder(Generic[State]):
             Stopped: If the holder was stopped, before or meanwhile.
         """
         request = self._insert_request(items, mask, options.get("part"))
-        with self._turn() as signals:
+        with self._turn("add") as signals:
             self._wait_for(signals, request, timeout)
             self._state = doors.add(self._state, items, mask=mask, **options)
             self._count(request)
@@ -402,7 +416,7 @@ class Holder(Generic[State]):
         def change(state: Any) -> tuple[Any, None]:
             return doors.update_priority(state, slots, priority, **options), None
 
-        self._apply(change, None, timeout)
+        self._apply("update_priority", change, None, timeout)
 
     def take(self, batch_size: int, *, timeout: float | None = None) -> Sample:
         """Takes the oldest items from the ``Queue`` as soon as it holds enough.
@@ -425,7 +439,7 @@ class Holder(Generic[State]):
         request = _Request(f"batch_size asks for {rows} rows at a time", False, rows, rows)
         as_buffer(self._state).check_room(request.asks, rows)
         _check_rate(self._limiter, request.asks, "can_sample", rows)
-        with self._turn() as signals:
+        with self._turn("take") as signals:
             self._wait_for(signals, request, timeout)
             self._state, batch = doors.take(self._state, rows)
             self._count(request)
@@ -446,25 +460,46 @@ class Holder(Generic[State]):
             pass
 
     @contextlib.contextmanager
-    def _turn(self) -> Generator[DeferredSignals]:
-        """The turn of one thread, in which no signal comes between two steps."""
+    def _turn(
+        self, call: str | None = None, *, within: str | None = None
+    ) -> Generator[DeferredSignals]:
+        """The turn of one thread, in which no signal comes between two steps.
+
+        Args:
+            call: The name of the call, if it uses the state.
+            within: The name of a call that this one may come within, in the same thread.
+
+        Raises:
+            ValueError: If it comes within another call, which has the state.
+        """
         with DeferredSignals() as signals:
             while not self._changed.acquire(timeout=signals.pause):
                 signals.deliver()
+            outer = self._under_way
             try:
+                if call is not None:
+                    if outer not in (None, within):
+                        raise ValueError(
+                            f"holder.{call} was called within holder.{outer}, which has the state; "
+                            "the function there is given the state itself: use the functions of "
+                            f"jaxbuf on that, or call holder.{call} after it"
+                        )
+                    self._under_way = call
                 yield signals
             finally:
+                self._under_way = outer
                 if self._stopped:
                     self._wake()
                 self._changed.release()
 
     def _apply(
         self,
+        call: str,
         function: Callable[[State], tuple[State, Result]],
         when: Callable[[State], object] | None,
         timeout: float | None,
     ) -> Result:
-        with self._turn() as signals:
+        with self._turn(call) as signals:
             self._wait(signals, when, timeout)
             self._state, result = function(self._state)
             self._wake()
@@ -509,7 +544,7 @@ class Holder(Generic[State]):
         if not (owns_items(inner) and inner.num_envs):
             length = None
         request = _Request(asks, False, rows, needs, length)
-        with self._turn() as signals:
+        with self._turn("sample") as signals:
             self._wait_for(signals, request, timeout)
             batch = doors.sample(self._state, key, batch_size, **options)
             result = finish(self._state, batch)
@@ -683,14 +718,20 @@ class Holder(Generic[State]):
 
     def _pause(self, signals: DeferredSignals, end: float) -> None:
         """Waits for a change until a time, without the lock."""
-        changes = self._changes
-        while (left := end - time.monotonic()) > 0:
-            if signals.deliver():
-                return
-            self._changed.wait(min(left, signals.pause))
-            # A change that began before the pause was over, and ended after it, has woken nobody.
-            if self._changes != changes:
-                return
+        changes, call = self._changes, self._under_way
+        # Meanwhile others may have their turn, and so may the handlers of signals.
+        self._under_way = None
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if signals.deliver():
+                    return
+                self._changed.wait(min(left, signals.pause))
+                # A change that began before the pause was over, and ended after it, has woken
+                # nobody.
+                if self._changes != changes:
+                    return
+        finally:
+            self._under_way = call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import fractions
 import itertools
 import math
+import pickle
 import re
+import signal
 import threading
 import time
 
@@ -306,6 +309,89 @@ def test_an_error_leaves_the_state_as_it_was():
         holder.add(jnp.zeros(1))
     holder.add(integers(2))
     assert holder.read(lambda buffer: int(buffer.size)) == 2
+
+
+SLOT = jaxbuf.Slots(np.zeros(1, np.int32), np.zeros(1, np.uint32))
+CALLS = {
+    "add": lambda holder: holder.add(integers(9)),
+    "sample": lambda holder: holder.sample(jax.random.key(0), 1),
+    "sample_with_weights": lambda holder: holder.sample_with_weights(jax.random.key(0), 1, 0.5),
+    "update_priority": lambda holder: holder.update_priority(SLOT, np.ones(1, "f4")),
+    "take": lambda holder: holder.take(1),
+    "apply": lambda holder: holder.apply(lambda state: (state, None)),
+    "read": lambda holder: holder.read(lambda state: int(state.size)),
+    "read when": lambda holder: holder.read(lambda state: int(state.size), when=lambda _: True),
+}
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        (outer, inner)
+        for outer in ("apply", "read", "when")
+        for inner in CALLS
+        if (outer, inner) != ("read", "read")
+    ],
+)
+def test_no_call_comes_within_another_one(outer, inner):
+    holder = queue(4) if inner == "take" else items(4)
+    holder.add(integers(1, 2))
+
+    def within(state):
+        CALLS[inner](holder)
+        return state, True
+
+    call = {
+        "apply": lambda: holder.apply(within),
+        "read": lambda: holder.read(within),
+        "when": lambda: holder.apply(lambda state: (state, None), when=within),
+    }[outer]
+    name = inner.removesuffix("_with_weights").removesuffix(" when")
+    message = f"holder.{name} was called within holder.{outer.replace('when', 'apply')}, which"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+    # In a thread of its own, which could not if the lock were not given back.
+    with concurrent.futures.ThreadPoolExecutor() as thread:
+        thread.submit(holder.add, integers(3)).result(timeout=LIMIT)
+    assert holder.read(lambda state: np.asarray(state.data).tolist()) == [1, 2, 3, 0]
+
+
+def test_what_does_not_use_the_state_may_come_within_a_call():
+    holder = limited(1.0)
+    holder.add(integers(1))
+
+    def function(state):
+        inserts = float(holder.metrics()["inserts"])
+        holder.stop()
+        return state, inserts
+
+    assert holder.apply(function) == 1
+    assert holder.read(lambda outer: holder.read(lambda inner: inner is outer))
+    assert holder.stopped
+
+
+def test_the_handler_of_a_signal_may_read_while_a_call_waits():
+    holder, sizes = Holder(items(4)), []
+
+    def handle(number, frame):
+        sizes.append(holder.read(lambda state: int(state.size)))
+        holder.add(integers(1))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1])
+    timer.start()
+    try:
+        holder.sample(jax.random.key(0), 1, timeout=LIMIT)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert sizes == [0]
+
+
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_holder_is_neither_pickled_nor_copied(copies):
+    with pytest.raises(TypeError, match="a Holder can be neither pickled nor copied: its state"):
+        copies(Holder(items(2)))
 
 
 def test_changes_happen_one_at_a_time(threads):
