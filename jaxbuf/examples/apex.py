@@ -213,8 +213,9 @@ def train(run: _run.Run[Config]) -> None:
         finished = [mean for mean in episodes if not math.isnan(mean)]
         log = {"return": np.mean(finished) if finished else math.nan, "loss": np.mean(losses)}
         learner = learner.replace(step=learner.step + agent.length)
-        buffer = holder.read(lambda buffer: jax.tree.map(jnp.copy, buffer))
-        saved = {"learner": learner, "buffer": buffer, "limiter": holder.limiter}
+        # Both at once, so that the limiter counts those rows that the buffer has.
+        buffer, limiter = holder.read(lambda b: (jax.tree.map(jnp.copy, b), holder.limiter))
+        saved = {"learner": learner, "buffer": buffer, "limiter": limiter}
         log |= {"holder": holder.metrics(), "buffer": buffer.metrics()}
         return saved, log, _run.shown(log["return"])
 

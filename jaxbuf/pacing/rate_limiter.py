@@ -42,6 +42,12 @@ class RateLimiter(Described):
     items. A sample is refused if it would lower the error below the range, or if the buffer holds
     fewer than ``min_size`` items. The limiter is an immutable pytree with the semantics of Reverb.
 
+    Save it together with the buffer whose rows it counts, and load both or neither. Beside a new
+    buffer, it would allow ``min_size * samples_per_insert`` more samples of the first rows. Beside
+    an older buffer, a new limiter begins as ``limiter.inserted(min_size)``. If it also counts items
+    that are still to come, such as rollouts under way, do not save it: these are lost with the
+    process, and would take room for ever. Begin with ``limiter.inserted(buffer.size)`` then.
+
     Attributes:
         error: The error in units of ``1 / denominator``, ``[]`` int32; exact until it saturates at
             2**30.

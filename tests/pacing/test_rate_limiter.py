@@ -108,6 +108,19 @@ def test_one_number_is_a_range_around_the_start():
     assert (limiter.numerator, limiter.denominator) == (1, 2)
 
 
+def test_a_limiter_beside_another_buffer_than_its_own():
+    def allowed(limiter, size):
+        return sum(bool(limiter.can_sample(size, count)) for count in range(1, 100))
+
+    new = jaxbuf.RateLimiter.create(4.0, min_size=8, tolerance=16.0)
+    begun = new.inserted(8)
+    assert allowed(begun, 8) == 16
+    # Both of the first 8 rows are counted beside a new buffer.
+    assert allowed(begun.inserted(10).sampled(40).inserted(8), 8) == 16 + 8 * 4
+    # Beside an older buffer, its first 8 rows have to be counted.
+    assert (allowed(new, 50), allowed(new.inserted(8), 50)) == (0, 16)
+
+
 def test_only_a_minimum_size():
     limiter = jaxbuf.RateLimiter.create(1.0, 3)
     limiter = limiter.inserted(2**31 - 1).sampled(5)
