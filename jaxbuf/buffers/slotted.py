@@ -916,7 +916,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(by_member=False, static=("sampler", "part"), keeps=("data",))
+    @operation(by_member=False, static=("sampler", "part"), keeps=("data",), loses=True)
     def with_sampler(self, sampler: Sampler, **options: Unpack[PartOptions]) -> Self:
         """Returns the same items in the same slots under another sampler.
 

@@ -10,6 +10,7 @@ A program that takes a function of the caller is compiled at each call instead, 
 the function may be a method of an agent that has learned since, which no comparison would show.
 """
 
+import collections
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -48,6 +49,8 @@ class About(TypedDict, total=False):
             arrays. May be a function of ``self``.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
+        loses: Whether the result may lack some of the arrays that ``self`` has. If ``self`` is
+            donated, only arrays are whose memory the result can take.
     """
 
     static: tuple[str, ...]
@@ -59,6 +62,7 @@ class About(TypedDict, total=False):
     keys: tuple[str, ...]
     keeps: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     before: Callable[[Any, dict[str, Any]], dict[str, Any]]
+    loses: bool
 
 
 def program(**about: Unpack[About]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -331,7 +335,43 @@ def _compile(
             return program.function(*args, **traced, **fixed)
 
     run.__name__ = run.__qualname__ = program.function.__name__
-    return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=_options(platform))
+    options = _options(platform)
+    if donate and program.about.get("loses"):
+        return _donating_what_fits(run, options)
+    return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=options)
+
+
+def _donating_what_fits(run: Function, options: dict[str, str] | None) -> Function:
+    """Returns a jitted function that donates those arrays whose memory its result can take.
+
+    JAX warns of each other array that is donated, although nobody can do anything about it.
+    """
+    traceable = jax.jit(run)
+
+    @functools.lru_cache
+    def compiled(structure: Any, fits: tuple[bool, ...]) -> Function:
+        def merged(kept: list[Any], donated: list[Any], traced: dict[str, Any]) -> Any:
+            groups = iter(kept), iter(donated)
+            leaves = [next(groups[fit]) for fit in fits]
+            return traceable(jax.tree.unflatten(structure, leaves), traced)
+
+        merged.__name__ = merged.__qualname__ = run.__name__
+        return jax.jit(merged, donate_argnums=1, compiler_options=options)
+
+    def call(first: Any, traced: dict[str, Any]) -> Any:
+        result = jax.tree.leaves(jax.eval_shape(traceable, first, traced))
+        room = collections.Counter((leaf.shape, leaf.dtype) for leaf in result)
+        leaves, structure = jax.tree.flatten(first)
+        groups: tuple[list[Any], list[Any]] = ([], [])
+        fits: list[bool] = []
+        for leaf in leaves:
+            kind = (leaf.shape, leaf.dtype)
+            fits.append(room[kind] > 0)
+            room[kind] -= 1
+            groups[fits[-1]].append(leaf)
+        return compiled(structure, tuple(fits))(*groups, traced)
+
+    return call
 
 
 _compiled = functools.lru_cache(maxsize=1024, typed=True)(_compile)

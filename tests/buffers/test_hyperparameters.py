@@ -537,6 +537,17 @@ def test_what_does_not_change_is_not_copied():
     assert other.data.unsafe_buffer_pointer() == pointers[0][0]
 
 
+def test_what_the_next_sampler_lacks_is_not_donated():
+    """Warnings are errors here: JAX warns of a donated array that is like none of the result."""
+    many = Prioritized(alpha=V, epsilon=V, uniform_mix=V)
+    blend = Blend((many, RankBased(alpha=V)), Varying((1.0, 1.0)))
+    for before, after in ((many, Prioritized(alpha=V)), (blend, RankBased(alpha=V))):
+        buffer = filled(before)
+        expected = buffer.with_sampler(after)
+        chex.assert_trees_all_close(jaxbuf.with_sampler(buffer, after), expected, rtol=1e-6)
+        assert buffer.counters.is_deleted()
+
+
 @pytest.mark.parametrize("resize", [False, True])
 def test_checkpoints_keep_the_values(tmp_path, resize):
     sampler = Blend((Prioritized(alpha=Varying(0.5)), Staleness()), Varying((1.0, 1.0)))

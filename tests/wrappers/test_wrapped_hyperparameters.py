@@ -130,3 +130,18 @@ def test_a_hosted_buffer():
     assert kept.hyperparameters["alpha"] == 2
     changed = jaxbuf.with_sampler(buffer, Uniform())
     np.testing.assert_allclose(changed.get(slots).probability, 1 / 6, rtol=1e-6)
+
+
+def test_fewer_numbers_in_a_wrapped_buffer():
+    """Warnings are errors here: JAX warns of a donated array that is like none of the result."""
+    many = Prioritized(alpha=Varying(1.0), epsilon=Varying(0.0), uniform_mix=Varying(1.0))
+    mixture = jaxbuf.Mixture.create([items(Uniform()), items(many)], [1, 1])
+    for buffer, options in (
+        (sharded(many), {}),
+        (jaxbuf.Hosted.create(lambda: items(many)), {}),
+        (mixture, {"part": 1}),
+    ):
+        buffer, slots = filled(buffer, **options)
+        changed = jaxbuf.with_sampler(buffer, Prioritized(alpha=Varying(2.0)), **options)
+        found = changed.get(slots).probability * (2 if options else 1)
+        np.testing.assert_allclose(found, law(2.0, 0.0), rtol=1e-5, atol=1e-9)
