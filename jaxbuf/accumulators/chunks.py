@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
-from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
+from jaxbuf.accumulators.lanes import Lanes, at_a_time, check_line, shapes_of, write
 from jaxbuf.buffers.arguments import check_parts, check_version
 from jaxbuf.core import storage, trees
 from jaxbuf.core.describe import Described
@@ -61,7 +61,7 @@ class ChunkAccumulator(Described):
         learner: The learner's version and session, ``[2]`` int32.
         rejected: The number of fragments of workers that do not exist, ``[]`` uint32; it wraps.
         stale: The number of fragments dropped as too stale, ``[]`` uint32; it wraps.
-        per_add: The largest number of chunks returned at a time, ``K``.
+        per_add: The largest number of chunks returned at a time, ``K``; None for the default.
         freshness: Determines which fragments are too stale; None keeps all. Uses are counted by the
             buffer, not here.
 
@@ -104,7 +104,7 @@ class ChunkAccumulator(Described):
     learner: Int[Array, " 2"]
     rejected: UInt[Array, ""]
     stale: UInt[Array, ""]
-    per_add: int = struct.field(pytree_node=False)
+    per_add: int | None = struct.field(pytree_node=False)
     freshness: Freshness | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -124,11 +124,11 @@ class ChunkAccumulator(Described):
             example: One unbatched fragment of arrays or ``jax.ShapeDtypeStruct``.
             num_workers: The number of workers ``W``.
             fragments_per_chunk: The number of fragments in a chunk, ``F``.
-            per_add: The largest number of chunks returned by one ``add``, ``K``; by default
-                ``num_workers``.
+            per_add: The largest number of chunks returned by one ``add``, ``K``. By default 16, or
+                ``16 * B / fragments_per_chunk`` if that is larger, and at most ``num_workers``.
             waiting: The largest number of complete chunks that are kept until they are returned,
-                including chunks completed by the same ``add``; by default the larger of
-                ``num_workers`` and ``per_add``.
+                including chunks completed by the same ``add``; by default ``num_workers``, or
+                ``per_add`` if that was given and is larger.
             freshness: The buffer's ``Freshness``, whose ``max_staleness`` and ``comparison``
                 determine which fragments are too stale. None keeps all fragments.
 
@@ -303,12 +303,16 @@ class ChunkAccumulator(Described):
             rejected=self.rejected + jnp.sum(offered & ~assigned, dtype=jnp.uint32),
             stale=self.stale + jnp.sum(stale, dtype=jnp.uint32),
         )
-        return accumulator.take()
+        return accumulator._take(rows)
 
     @program()
     def take(self) -> tuple[Self, Chunk, Bool[Array, " K"]]:
-        """Returns up to ``per_add`` of the waiting chunks, like ``add``."""
-        lanes, lane, _, done = self.lanes.take(self.per_add)
+        """Returns waiting chunks, as many as an ``add`` of a fragment of each worker."""
+        return self._take(self.num_workers)
+
+    def _take(self, rows: int) -> tuple[Self, Chunk, Bool[Array, " K"]]:
+        """Returns as many of the waiting chunks as an ``add`` of so many fragments does."""
+        lanes, lane, _, done = self.lanes.take(at_a_time(self.per_add, self.lanes, rows))
         length = self.fragments_per_chunk
         row = lane[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
         row = self._rotated(row.reshape(-1)).reshape(row.shape)  # [K, F]

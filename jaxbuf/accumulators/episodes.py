@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxbuf.accumulators.lanes import Lanes, check_line, shapes_of, write
+from jaxbuf.accumulators.lanes import Lanes, at_a_time, check_line, shapes_of, write
 from jaxbuf.buffers.arguments import check_step_mask, check_steps
 from jaxbuf.core import fields, storage, trees
 from jaxbuf.core.describe import Described
@@ -46,11 +46,13 @@ class EpisodeAccumulator(Described):
 
     Each ``add`` returns up to ``per_add`` complete episodes, oldest first, ready for
     ``ItemBuffer.add``. Other complete episodes wait in a queue; if the queue is full, an episode is
-    lost and counted as ``refused``. If single steps are added and the defaults are used, no episode
-    ever waits. Each ``add`` copies ``per_add`` padded episodes, complete or not. With long episodes
-    and single steps, choose a small ``per_add``: the average number of episodes that end in an
-    ``add``, rounded up. With long rollouts of short episodes, choose for ``waiting`` the largest
-    number of episodes that may end in one rollout.
+    lost and counted as ``refused``. Each ``add`` copies ``per_add`` padded episodes, complete or
+    not, so the default depends on the number of steps that are added, and not only on the number of
+    environments. If single steps are added and the defaults are used, no episode is lost while all
+    of them have at least ``max_length / 16`` steps, even if those of all environments end at the
+    same time. With shorter episodes and more than 16 environments, choose for ``per_add`` the
+    average number of episodes that end in an ``add``, rounded up. With long rollouts of short
+    episodes, choose for ``waiting`` the largest number of episodes that may end in one rollout.
 
     The accumulator is a single immutable pytree, like a buffer.
 
@@ -58,7 +60,7 @@ class EpisodeAccumulator(Described):
         data: The steps, leaves ``[num_envs + waiting, max_length, ...]``.
         lanes: Records to which environment each row of ``data`` belongs, and which are complete.
         flags: Paths of the fields that end an episode.
-        per_add: The largest number of episodes returned at a time, ``K``.
+        per_add: The largest number of episodes returned at a time, ``K``; None for the default.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -80,7 +82,7 @@ class EpisodeAccumulator(Described):
     data: PyTree[Array]
     lanes: Lanes
     flags: tuple[str, ...] = struct.field(pytree_node=False)
-    per_add: int = struct.field(pytree_node=False)
+    per_add: int | None = struct.field(pytree_node=False)
 
     @classmethod
     def create(
@@ -100,11 +102,11 @@ class EpisodeAccumulator(Described):
             example: One unbatched step of arrays or ``jax.ShapeDtypeStruct``.
             num_envs: The number of environments ``E``.
             max_length: The largest number of steps of an episode, ``L``.
-            per_add: The largest number of episodes returned by one ``add``, ``K``; by default
-                ``num_envs``.
+            per_add: The largest number of episodes returned by one ``add``, ``K``. By default 16,
+                or ``16 * num_envs * T / max_length`` if that is larger, and at most ``num_envs``.
             waiting: The largest number of complete episodes that are kept until they are returned,
-                including episodes completed by the same ``add``; by default the larger of
-                ``num_envs`` and ``per_add``.
+                including episodes completed by the same ``add``; by default ``num_envs``, or
+                ``per_add`` if that was given and is larger.
             terminated: Path of the flag of the last step of an episode; dots separate the names of
                 nested fields.
             truncated: Path of the flag of steps at which an episode was truncated. The default is
@@ -196,12 +198,18 @@ class EpisodeAccumulator(Described):
         for path in self.flags:
             ends |= fields.find(steps, path)
         lanes, target = self.lanes.place(added, ends)
-        return self.replace(data=write(self.data, steps, target), lanes=lanes).take()
+        extended = self.replace(data=write(self.data, steps, target), lanes=lanes)
+        return extended._take(added.size)
 
     @program()
     def take(self) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
-        """Returns up to ``per_add`` of the waiting episodes, like ``add``."""
-        lanes, lane, length, done = self.lanes.take(self.per_add)
+        """Returns waiting episodes, as many as an ``add`` of single steps does."""
+        return self._take(self.num_envs)
+
+    def _take(self, rows: int) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
+        """Returns as many of the waiting episodes as an ``add`` of so many steps does."""
+        count = at_a_time(self.per_add, self.lanes, rows)
+        lanes, lane, length, done = self.lanes.take(count)
         episodes = PaddedEpisode(steps=storage.read(self.data, lane), length=length)
         real = episodes.mask
         padded = jax.tree.map(

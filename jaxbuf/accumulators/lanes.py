@@ -211,13 +211,17 @@ def _is_kept(
 
 def check_line(
     owners: int, length: int, per_add: int | None, waiting: int | None
-) -> tuple[int, int]:
-    """Returns the checked numbers of items to return at a time, and of items that may wait."""
-    at_a_time = sizes.check_count("per_add", owners if per_add is None else per_add)
-    line = sizes.check_count("waiting", max(owners, at_a_time) if waiting is None else waiting)
-    if at_a_time > line:
+) -> tuple[int | None, int]:
+    """Returns the checked number of items to return at a time, and of items that may wait.
+
+    The first one is None if it was not given; see ``at_a_time``.
+    """
+    if per_add is not None:
+        per_add = sizes.check_count("per_add", per_add)
+    line = sizes.check_count("waiting", max(owners, per_add or 0) if waiting is None else waiting)
+    if per_add is not None and per_add > line:
         raise ValueError(
-            f"per_add is {at_a_time}, but only {line} items may be waiting; make per_add smaller "
+            f"per_add is {per_add}, but only {line} items may be waiting; make per_add smaller "
             "or waiting larger"
         )
     if (owners + line) * length > 2**30:
@@ -225,7 +229,20 @@ def check_line(
             f"{owners + line} items of {length} rows are more than 2**30 rows; make them shorter "
             "or waiting smaller"
         )
-    return at_a_time, line
+    return per_add, line
+
+
+def at_a_time(per_add: int | None, lanes: Lanes, rows: int) -> int:
+    """Returns the number of items that an ``add`` of so many rows returns.
+
+    Each of them costs a copy of a lane, whether there are so many or not. By default these copies
+    therefore have at most 16 times the rows that were added, or 16 lanes. As long as items have at
+    least a 16th of the length of a lane, no more of them are completed on average.
+    """
+    if per_add is not None:
+        return per_add
+    most = min(lanes.lane.shape[-1], lanes.line.shape[-1])
+    return min(most, max(16, -(-16 * rows // lanes.length)))
 
 
 def shapes_of(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:

@@ -28,6 +28,7 @@ from jaxbuf.strategies.points import Points
 
 Tree = TypeVar("Tree")
 Buffer = TypeVar("Buffer", ItemBuffer, TrajectoryBuffer)
+_ACCUMULATORS = ("ChunkAccumulator", "EpisodeAccumulator")
 _POINTS = ".points.blocks"
 # By class: the number of its counters in 0.2.0, and the indices of the kept ones.
 _KEPT_COUNTERS = {"FreshnessState": (6, (0, 1, 4, 5)), "Statistics": (6, (0, 1, 2, 3, 4))}
@@ -51,6 +52,10 @@ def completed(saved: Configuration, current: Configuration) -> Configuration:
         if name == Ring.__qualname__ and current.get(path) == QueueRing.__qualname__:
             # Queues had the ring of other buffers.
             added[path] = current[path]
+        if name in _ACCUMULATORS and (key := f"{path}.per_add") in current:
+            # It says what ``add`` returns, and nothing about what is stored. Before 0.4.0 the
+            # default was a number.
+            added[key] = current[key]
         if name == Episodes.__qualname__ and f"{path}.short_windows" not in saved:
             # Any short windows are fine: ``renewed`` makes them from the windows of that time.
             for field, value in (("period", 1), ("short_windows", None)):

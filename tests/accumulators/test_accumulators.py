@@ -107,6 +107,26 @@ def test_single_steps_never_wait():
     assert int(accumulator.metrics()["refused"]) == 0
 
 
+def test_the_default_follows_the_rows_and_loses_no_episode():
+    """All episodes end at the same time, each with a 16th of the steps that there is room for."""
+    envs, length = 48, 32
+    accumulator = jaxbuf.EpisodeAccumulator.create(STEP, envs, length)
+    twin = reference_accumulator.Accumulator(envs, length, 24, envs)
+    for turn in range(12):
+        steps = rollout(np.random.default_rng(turn), 1 + envs * turn, (envs,), ends=0.0)
+        steps["terminated"] |= turn % 2 == 1
+        accumulator, episodes, done = ADD(accumulator, steps, np.ones(envs, bool))
+        ends = steps["terminated"][:, None]
+        assert found(episodes, done) == twin.add(steps["info"]["time"][:, None].tolist(), ends)
+        agrees(accumulator, twin)
+    assert (twin.complete, twin.refused, done.shape) == (6 * envs, 0, (24,))
+
+    chunks = jaxbuf.ChunkAccumulator.create(jnp.int32(0), envs, length)
+    for rows, most in ((16, 16), (48, 24), (64, 32), (2048, envs)):
+        index = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        assert jax.eval_shape(chunks.add, index, index, index)[2].shape == (most,)
+
+
 def test_what_is_cut_goes_on_as_another_item():
     step = {"time": jnp.int32(0), "terminated": jnp.bool_(False)}
     accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 3, waiting=4, per_add=4)

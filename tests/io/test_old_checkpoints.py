@@ -115,3 +115,14 @@ def test_other_windows_are_refused_as_before(tmp_path):
     like = rings(episodes=jaxbuf.Episodes(boundary="avoid", period=2), sampler=jaxbuf.Prioritized())
     with pytest.raises(ValueError, match="period is 2, but the checkpoint has 1"):
         load("whole_windows", tmp_path, like)
+
+
+def test_an_accumulator_may_return_another_number_at_a_time(tmp_path):
+    """Before 0.4.0 the default was a number, which is part of the configuration."""
+    step = {"obs": jnp.int32(0), "terminated": jnp.bool_(False)}
+    for kind, example in ((jaxbuf.EpisodeAccumulator, step), (jaxbuf.ChunkAccumulator, step)):
+        saved = kind.create(example, 3, 4, per_add=3)
+        like = kind.create(example, 3, 4)
+        jaxbuf.save(tmp_path / kind.__name__, {"of": saved})
+        loaded = jaxbuf.load(tmp_path / kind.__name__, {"of": like})
+        chex.assert_trees_all_equal(loaded["of"], like)
