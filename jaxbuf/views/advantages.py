@@ -69,7 +69,7 @@ def gae(
         truncated: As for ``jaxbuf.n_step``.
 
     Returns:
-        The advantages and the targets, in the dtype of ``value``.
+        The advantages and the targets, in the dtype of ``value``, at least float32.
 
     Raises:
         ValueError: If a field is missing, or has the wrong shape or dtype, as have values; or if
@@ -140,7 +140,7 @@ def vtrace(
         truncated: As for ``jaxbuf.n_step``.
 
     Returns:
-        The advantages and the targets, in the dtype of ``value``.
+        The advantages and the targets, in the dtype of ``value``, at least float32.
 
     Raises:
         ValueError: As for ``gae``.
@@ -190,9 +190,10 @@ class _Steps(NamedTuple):
 
 def _with_values(steps: rewarded.Rewarded, value: object, next_value: object) -> _Steps:
     shape = steps.reward.shape
-    dtype: Dtype = numbers.type_of(value, "value").dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"value has dtype {dtype}; expected a floating dtype")
+    got: Dtype = numbers.type_of(value, "value").dtype
+    if not jnp.issubdtype(got, jnp.floating):
+        raise ValueError(f"value has dtype {got}; expected a floating dtype")
+    dtype = rewarded.wide(got)
     values = _rows(value, "value", shape, dtype)
     if next_value is not None:
         following = _rows(next_value, "next_value", shape, dtype)

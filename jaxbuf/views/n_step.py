@@ -53,6 +53,9 @@ def n_step(
     ``bootstrap_index - 1``. With next observations ``n`` may be ``L``; the last one is then read
     at ``L - 1``.
 
+    Rewards of 16 bits are summed in float32. To ``jax.grad``, the sums carry gradients of the
+    rewards, and discounts are constants.
+
     ``Episodes(boundary="avoid")`` pads windows at the end of an episode that terminated. All starts
     in such a window have right targets: those in the padding repeat the last step.
 
@@ -71,7 +74,8 @@ def n_step(
             one. If it has none, no episode is cut off.
 
     Returns:
-        The sums of rewards, the factors of the bootstrapped values, and where to bootstrap from.
+        The sums of rewards and the factors of the bootstrapped values, in the dtype of the
+        rewards, at least float32; and where to bootstrap from.
 
     Raises:
         ValueError: If ``n`` is not an integer in ``[1, L]``, or a field is missing or has the

@@ -11,7 +11,7 @@ from jaxbuf.core.types import Dtype, Numbers
 
 
 class Rewarded(NamedTuple):
-    """The parts of returns, all of the shape of the rewards.
+    """The parts of returns, all of the shape of the rewards; numbers have 32 bits or more.
 
     Attributes:
         reward: The rewards, ``[B, L, ...]``.
@@ -39,6 +39,7 @@ def read(
         ValueError: If a field is missing, or has the wrong shape or dtype.
     """
     rewards = _field(window, reward, "reward", np.floating)
+    rewards = rewards.astype(wide(rewards.dtype))
     if rewards.ndim < 2:
         raise ValueError(f"reward has shape {rewards.shape}; expected (B, L)")
     ends = _flags(window, terminated, "terminated", rewards.shape)
@@ -46,13 +47,20 @@ def read(
     cuts = jnp.zeros(rewards.shape, bool)
     if truncated is not None:
         cuts = _flags(window, truncated, "truncated", rewards.shape)
-    dtype: Dtype = rewards.dtype
     shape = np.shape(discount)
     expected = shape if shape in ((), rewards.shape[:2], rewards.shape) else ()
     axes = "one number, or one for each step, (B, L)"
-    factor = storage.check_rows(discount, "discount", expected, dtype, axes)
+    factor = storage.check_rows(discount, "discount", expected, rewards.dtype, axes)
     factor = expand(factor, rewards.shape) if expected else jnp.broadcast_to(factor, rewards.shape)
     return Rewarded(rewards, ends, cuts, factor)
+
+
+def wide(dtype: Dtype) -> Dtype:
+    """Returns the dtype for sums and powers of floating-point numbers: float32 at least.
+
+    In bfloat16 a sum of 300 ones is 256, and a discount of 0.99 is one of 0.988.
+    """
+    return dtype if jnp.finfo(dtype).bits > 32 else np.dtype(np.float32)
 
 
 def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) -> Array:

@@ -128,7 +128,7 @@ def test_results_are_constants():
     assert not any(map(np.any, others))
 
 
-def test_seeds_at_once_and_values_as_they_are_stored():
+def test_seeds_at_once():
     steps, value, _, log_ratio = random_steps(2, (6, 4))
     seeds = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(3, 2, 4), (steps, value, log_ratio))
     one = jax.jit(jax.vmap(lambda s, v, _: jaxbuf.gae(s, v, 0.9, 0.9)))(*seeds)
@@ -139,8 +139,40 @@ def test_seeds_at_once_and_values_as_they_are_stored():
     ):
         for leaf, all_ in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
             np.testing.assert_allclose(leaf.reshape(6, 3), all_, rtol=1e-6)
-    low = jaxbuf.gae(steps, jnp.asarray(value, jnp.bfloat16), 0.9, 0.9)
-    assert low.target.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float16])
+def test_numbers_of_16_bits_are_summed_in_32(stored):
+    """In bfloat16, 0.997 ** 100 would be 0.68 instead of 0.74."""
+    random, shape = np.random.default_rng(5), (2, 100)
+    low = jnp.asarray(random.uniform(0.5, 1.5, (4, *shape)), stored)
+    high = low.astype(jnp.float32)
+    ends = dict(zip(("terminated", "truncated"), random.random((2, *shape)) < 0.01, strict=True))
+
+    @jax.jit
+    def views(reward, value, next_value, ratio):
+        steps, log_ratio = {"reward": reward, **ends}, jnp.log(ratio)
+        one = jaxbuf.gae(steps, value, 0.997, 1.0, next_value=next_value)
+        return one, jaxbuf.vtrace(steps, value, log_ratio, 0.997, next_value=next_value)
+
+    discount = np.full(100, 0.997)
+    one, other = views(*low[:3], high[3])
+    assert {leaf.dtype for leaf in jax.tree.leaves((one, other))} == {jnp.dtype(jnp.float32)}
+    reward, value, next_value, ratio = np.asarray(high, np.float64)
+    steps = {"reward": reward, **ends}
+    compare(
+        one, steps, shape,
+        lambda at, *row: reference.gae(*row, value[at], next_value[at], discount, 1.0),
+    )  # fmt: skip
+    compare(
+        other, steps, shape,
+        lambda at, *row: reference.vtrace(
+            *row, value[at], next_value[at], ratio[at], discount, 1.0, 1.0, 1.0),
+    )  # fmt: skip
+    with_floats = views(low[0], *high[1:])
+    chex.assert_trees_all_equal(with_floats, (one, other))
+    with jax.enable_x64(True):
+        assert jaxbuf.gae(steps, value, 0.9, 0.9).target.dtype == jnp.float64
 
 
 def test_steps_of_a_buffer_by_name():

@@ -123,6 +123,27 @@ def test_another_discount_does_not_retrace():
         assert view(fields, discount).discount[0, 0] == pytest.approx(discount**2)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rewards_of_16_bits_are_summed_in_32(dtype):
+    """A discount of 0.99 is one of 0.988 in bfloat16, where a sum of 300 ones is 256."""
+    random = np.random.default_rng(0)
+    reward = jnp.asarray(random.uniform(0.5, 1.5, (2, 301)), dtype)
+    flags = random.random((2, 301)) < [[0.0], [0.01]]
+    fields = {"reward": reward, "terminated": flags}
+    for discount in (0.99, jnp.full((2, 301), 0.99, jnp.float32)):
+        actual = jax.jit(lambda g: jaxbuf.n_step(fields, 300, g))(discount)
+        assert (actual.reward.dtype, actual.discount.dtype) == (jnp.float32, jnp.float32)
+        for row in range(2):
+            stored, never = np.asarray(reward[row], np.float64), np.zeros(301, bool)
+            total, left, _ = reference.n_step(stored, flags[row], never, 0, 300, 0.99)
+            np.testing.assert_allclose(actual.reward[row, 0], total, rtol=1e-5)
+            np.testing.assert_allclose(actual.discount[row, 0], left, rtol=1e-4)
+    with jax.enable_x64(True):
+        wide = jaxbuf.n_step({**fields, "reward": np.ones((2, 301))}, 300, 0.99)
+        assert (wide.reward.dtype, wide.discount.dtype) == (jnp.float64, jnp.float64)
+        np.testing.assert_allclose(wide.discount[0], 0.99**300, rtol=1e-13)
+
+
 BAD = [
     ({}, {"n": 0}, "n is 0; expected an integer of at least 1"),
     ({}, {"n": 5}, "n is 5 and windows have 4 steps"),
