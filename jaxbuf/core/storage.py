@@ -179,7 +179,20 @@ def check_rows(
     *,
     infinite: bool = False,
 ) -> Array:
-    """Returns one number per row, as an array of ``shape`` and ``dtype`` without gradients.
+    """Returns what ``cast_rows`` does, without gradients."""
+    return lax.stop_gradient(cast_rows(value, name, shape, dtype, axes, infinite=infinite))
+
+
+def cast_rows(
+    value: object,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: type[np.generic] | Dtype,
+    axes: str,
+    *,
+    infinite: bool = False,
+) -> Array:
+    """Returns one number per row, as an array of ``shape`` and ``dtype``.
 
     Integers of any width are accepted for an integer dtype, all numbers for a floating one.
 
@@ -202,7 +215,7 @@ def check_rows(
     if not _is_castable(got, dtype):
         given = numbers.given_dtype(value, got.dtype)
         raise ValueError(f"{name} has dtype {given}; expected {np.dtype(dtype).name}")
-    return lax.stop_gradient(numbers.to_array(value, name, np.dtype(dtype), infinite=infinite))
+    return numbers.to_array(value, name, np.dtype(dtype), infinite=infinite)
 
 
 def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic] | Dtype) -> bool:

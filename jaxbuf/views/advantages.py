@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxbuf.core import numbers, storage
+from jaxbuf.core import checks, numbers, storage
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.types import Dtype
@@ -16,8 +16,6 @@ from jaxbuf.views import rewarded
 
 class Advantages(Described):
     """Advantages of the actions of a window, and targets for the values of its observations.
-
-    Both are constants to ``jax.grad``, as in the papers.
 
     Attributes:
         advantage: Factors of the policy gradient, ``[B, M, ...]`` with the trailing axes of the
@@ -29,7 +27,7 @@ class Advantages(Described):
     target: Float[Array, "B M ..."]
 
 
-@program(static=("reward", "terminated", "truncated"))
+@program(static=("reward", "terminated", "truncated", "stop_gradient"))
 def gae(
     window: PyTree[Array],
     value: Float[Array, "B L ..."],
@@ -40,6 +38,7 @@ def gae(
     reward: str = "reward",
     terminated: str = "terminated",
     truncated: str | None = None,
+    stop_gradient: bool = True,
 ) -> Advantages:
     """Computes generalized advantage estimates, backwards through every window.
 
@@ -67,16 +66,21 @@ def gae(
         reward: As for ``jaxbuf.n_step``.
         terminated: As for ``jaxbuf.n_step``.
         truncated: As for ``jaxbuf.n_step``.
+        stop_gradient: Whether the results are constants to ``jax.grad``, as targets of a value and
+            factors of a policy gradient are. With False they carry gradients of the rewards,
+            ``value`` and ``next_value``, for an actor that learns through the rewards and values of
+            imagined or simulated steps. ``discount`` and ``lambda_`` are constants in any case.
 
     Returns:
         The advantages and the targets, in the dtype of ``value``, at least float32.
 
     Raises:
-        ValueError: If a field is missing, or has the wrong shape or dtype, as have values; or if
-            windows have one step and ``next_value`` is not given.
+        ValueError: If a field is missing, or has the wrong shape or dtype, as have values; if
+            windows have one step and ``next_value`` is not given; or if ``stop_gradient`` is no
+            bool.
 
     Example:
-        >>> import jax.numpy as jnp, jaxbuf
+        >>> import jax, jax.numpy as jnp, jaxbuf
         >>> window = {
         ...     "reward": jnp.array([[1.0, 2.0, 4.0]]),
         ...     "terminated": jnp.array([[False, True, False]]),
@@ -86,18 +90,26 @@ def gae(
         >>> estimates.advantage.tolist(), estimates.target.tolist()
         ([[1.25, -1.0]], [[2.25, 2.0]])
 
+        An actor whose rewards are a function of its actions climbs the λ-return:
+
+        >>> def climb(reward):
+        ...     steps = {**window, "reward": reward}
+        ...     return jaxbuf.gae(steps, value, 0.5, 0.5, stop_gradient=False).target[0, 0]
+        >>> jax.grad(climb)(window["reward"]).tolist()
+        [[1.0, 0.25, 0.0]]
+
     References:
         Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation,
-        ICLR 2016, equation 16.
+        ICLR 2016, equation 16; with gradients Hafner et al., Dream to Control, ICLR 2020.
     """
     fields = rewarded.read(window, discount, reward, terminated, truncated)
     steps = _with_values(fields, value, next_value)
     trace = _number(lambda_, "lambda_", steps)
     advantage = _backwards(steps.reward + steps.following - steps.value, trace, steps)
-    return _constant(advantage, steps.value + advantage)
+    return _results(advantage, steps.value + advantage, stop_gradient)
 
 
-@program(static=("reward", "terminated", "truncated"))
+@program(static=("reward", "terminated", "truncated", "stop_gradient"))
 def vtrace(
     window: PyTree[Array],
     value: Float[Array, "B L ..."],
@@ -111,6 +123,7 @@ def vtrace(
     reward: str = "reward",
     terminated: str = "terminated",
     truncated: str | None = None,
+    stop_gradient: bool = True,
 ) -> Advantages:
     """Computes V-trace targets and advantages of windows that an older policy has played.
 
@@ -138,6 +151,7 @@ def vtrace(
         reward: As for ``jaxbuf.n_step``.
         terminated: As for ``jaxbuf.n_step``.
         truncated: As for ``jaxbuf.n_step``.
+        stop_gradient: As for ``gae``. The ratios are constants in any case.
 
     Returns:
         The advantages and the targets, in the dtype of ``value``, at least float32.
@@ -163,7 +177,8 @@ def vtrace(
     fields = rewarded.read(window, discount, reward, terminated, truncated)
     steps = _with_values(fields, value, next_value)
     shape, dtype = fields.reward.shape, steps.value.dtype
-    ratio = jnp.exp(_rows(log_ratio, "log_ratio", shape, dtype)[:, : steps.value.shape[1]])
+    log_ratio = lax.stop_gradient(_rows(log_ratio, "log_ratio", shape, dtype))
+    ratio = jnp.exp(log_ratio[:, : steps.value.shape[1]])
     rho = jnp.minimum(ratio, _number(rho_clip, "rho_clip", steps))
     trace = jnp.minimum(ratio, _number(c_clip, "c_clip", steps))
     trace = trace * _number(lambda_, "lambda_", steps)
@@ -174,7 +189,8 @@ def vtrace(
     is_last = jnp.arange(target.shape[1]) == target.shape[1] - 1
     ends = steps.ended | rewarded.expand(is_last[None], target.shape)
     following = jnp.where(ends, steps.following, steps.discount * later)
-    return _constant(rho * (steps.reward + following - steps.value), target)
+    advantage = rho * (steps.reward + following - steps.value)
+    return _results(advantage, target, stop_gradient)
 
 
 class _Steps(NamedTuple):
@@ -225,14 +241,15 @@ def _backwards(delta: Array, trace: Array, steps: _Steps) -> Float[Array, "B M .
 def _rows(array: object, name: str, shape: tuple[int, ...], dtype: Dtype) -> Array:
     """Returns an array with a number for each step, of the shape of the rewards."""
     expected = shape[:2] if numbers.type_of(array, name).shape == shape[:2] else shape
-    return rewarded.expand(
-        storage.check_rows(array, name, expected, dtype, "that of reward"), shape
-    )
+    rows = storage.cast_rows(array, name, expected, dtype, "that of reward")
+    return rewarded.expand(rows, shape)
 
 
 def _number(number: object, name: str, steps: _Steps) -> Float[Array, ""]:
     return storage.check_rows(number, name, (), steps.value.dtype, "one number")
 
 
-def _constant(advantage: Array, target: Array) -> Advantages:
-    return lax.stop_gradient(Advantages(advantage, target))
+def _results(advantage: Array, target: Array, stop_gradient: bool) -> Advantages:
+    results = Advantages(advantage, target)
+    constant = checks.check_flag("stop_gradient", stop_gradient)
+    return lax.stop_gradient(results) if constant else results

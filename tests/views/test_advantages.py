@@ -128,6 +128,69 @@ def test_results_are_constants():
     assert not any(map(np.any, others))
 
 
+@pytest.mark.parametrize("after", [True, False])
+def test_gradients_pass_if_asked_for(after):
+    """The models are linear in rewards and values, so differences are derivatives."""
+    shape = (2, 6)
+    steps, value, next_value, log_ratio = random_steps(7, shape)
+    random = np.random.default_rng(8)
+    discount, weight = random.random(shape), random.normal(size=(2, 2, 6 - (not after)))
+    ratio, clips = np.exp(log_ratio.astype(float)), (0.9, 1.5, 0.7)
+
+    def loss(which, reward, value, next_value, log_ratio, discount):
+        known, more = {**steps, "reward": reward}, {"stop_gradient": False}
+        more |= {"next_value": next_value} if after else {}
+        if which == "gae":
+            found = jaxbuf.gae(known, value, discount, 0.8, **more)
+        else:
+            more |= dict(zip(("lambda_", "rho_clip", "c_clip"), clips, strict=True))
+            found = jaxbuf.vtrace(known, value, log_ratio, discount, **more)
+        return jnp.sum(weight[0] * found.advantage) + jnp.sum(weight[1] * found.target)
+
+    def model(which, *numbers):
+        total = 0.0
+        for row in range(2):
+            reward, value, following = (x[row] for x in numbers)
+            flags = (np.asarray(steps[name][row]) for name in ("terminated", "truncated"))
+            known = (reward, *flags, value, following if after else None)
+            if which == "gae":
+                found = reference.gae(*known, discount[row], 0.8)
+            else:
+                found = reference.vtrace(*known, ratio[row], discount[row], *clips)
+            total += sum(np.sum(weight[i, row] * found[i]) for i in range(2))
+        return total
+
+    given = [np.asarray(x, float) for x in (steps["reward"], value, next_value)]
+    arrays = [jnp.asarray(x, jnp.float32) for x in (*given, log_ratio, discount)]
+    weight = weight.astype(np.float32)
+    for which in ("gae", "vtrace"):
+        by = jax.jit(jax.grad(lambda *x, which=which: loss(which, *x), argnums=(0, 1, 2, 3, 4)))
+        *slopes, by_ratio, by_discount = by(*arrays)
+        for number, slope in enumerate(slopes):
+            for at in np.ndindex(shape):
+                moved = [x.copy() for x in given]
+                moved[number][at] += 1.0
+                change = model(which, *moved) - model(which, *given)
+                np.testing.assert_allclose(slope[at], change, rtol=1e-3, atol=1e-5)
+        assert not by_ratio.any()
+        assert not by_discount.any()
+
+
+def test_what_follows_an_end_has_no_gradient_and_spoils_none():
+    ends = {"terminated": jnp.array([[False, True, False]])}
+
+    def first(reward, value):
+        known, more = {"reward": reward, **ends}, {"stop_gradient": False}
+        found = jaxbuf.gae(known, value, 0.5, 1.0, **more)
+        other = jaxbuf.vtrace(known, value, jnp.zeros((1, 3)), 0.5, **more)
+        return found.target[0, 0] + other.target[0, 0] + jaxbuf.n_step(known, 2, 0.5).reward[0, 0]
+
+    reward, value = jnp.array([[1.0, 1.0, jnp.nan]]), jnp.array([[1.0, 1.0, jnp.nan]])
+    by_reward, by_value = jax.grad(first, argnums=(0, 1))(reward, value)
+    np.testing.assert_array_equal(by_reward, [[3.0, 1.5, 0.0]])
+    np.testing.assert_array_equal(by_value, [[0.0, 0.0, 0.0]])
+
+
 def test_seeds_at_once():
     steps, value, _, log_ratio = random_steps(2, (6, 4))
     seeds = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(3, 2, 4), (steps, value, log_ratio))
@@ -198,6 +261,7 @@ BAD = [
     ({"lambda_": jnp.ones(2)}, "lambda_ has shape (2,); expected (), which is one number"),
     ({"window": window(ONES[:, :1]), "value": ONES[:, :1]}, "windows have 1 step; expected at"),
     ({"reward": "gain"}, "reward is 'gain', but the window has no such field"),
+    ({"stop_gradient": "no"}, "stop_gradient is 'no'"),
     ({"window": window(ONES[0])}, "reward has shape (4,); expected (B, L)"),
 ]
 
