@@ -125,7 +125,7 @@ class ChunkAccumulator(Described):
             num_workers: The number of workers ``W``.
             fragments_per_chunk: The number of fragments in a chunk, ``F``.
             per_add: The largest number of chunks returned by one ``add``, ``K``. By default 16, or
-                ``16 * B / fragments_per_chunk`` if that is larger, and at most ``num_workers``.
+                ``32 * B / fragments_per_chunk`` if that is larger, and at most ``num_workers``.
             waiting: The largest number of complete chunks that are kept until they are returned,
                 including chunks completed by the same ``add``; by default ``num_workers``, or
                 ``per_add`` if that was given and is larger.

@@ -49,7 +49,7 @@ class EpisodeAccumulator(Described):
     lost and counted as ``refused``. Each ``add`` copies ``per_add`` padded episodes, complete or
     not, so the default depends on the number of steps that are added, and not only on the number of
     environments. If single steps are added and the defaults are used, no episode is lost while all
-    of them have at least ``max_length / 16`` steps, even if those of all environments end at the
+    of them have at least ``max_length / 32`` steps, even if those of all environments end at the
     same time. With shorter episodes and more than 16 environments, choose for ``per_add`` the
     average number of episodes that end in an ``add``, rounded up. With long rollouts of short
     episodes, choose for ``waiting`` the largest number of episodes that may end in one rollout.
@@ -103,7 +103,7 @@ class EpisodeAccumulator(Described):
             num_envs: The number of environments ``E``.
             max_length: The largest number of steps of an episode, ``L``.
             per_add: The largest number of episodes returned by one ``add``, ``K``. By default 16,
-                or ``16 * num_envs * T / max_length`` if that is larger, and at most ``num_envs``.
+                or ``32 * num_envs * T / max_length`` if that is larger, and at most ``num_envs``.
             waiting: The largest number of complete episodes that are kept until they are returned,
                 including episodes completed by the same ``add``; by default ``num_envs``, or
                 ``per_add`` if that was given and is larger.

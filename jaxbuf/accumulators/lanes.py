@@ -236,13 +236,13 @@ def at_a_time(per_add: int | None, lanes: Lanes, rows: int) -> int:
     """Returns the number of items that an ``add`` of so many rows returns.
 
     Each of them costs a copy of a lane, whether there are so many or not. By default these copies
-    therefore have at most 16 times the rows that were added, or 16 lanes. As long as items have at
-    least a 16th of the length of a lane, no more of them are completed on average.
+    therefore have at most 32 times the rows that were added, or 16 lanes. As long as items have at
+    least a 32nd of the length of a lane, no more of them are completed on average.
     """
     if per_add is not None:
         return per_add
     most = min(lanes.lane.shape[-1], lanes.line.shape[-1])
-    return min(most, max(16, -(-16 * rows // lanes.length)))
+    return min(most, max(16, -(-32 * rows // lanes.length)))
 
 
 def shapes_of(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:

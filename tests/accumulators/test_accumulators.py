@@ -108,8 +108,8 @@ def test_single_steps_never_wait():
 
 
 def test_the_default_follows_the_rows_and_loses_no_episode():
-    """All episodes end at the same time, each with a 16th of the steps that there is room for."""
-    envs, length = 48, 32
+    """All episodes end at the same time, each with a 32nd of the steps that there is room for."""
+    envs, length = 48, 64
     accumulator = jaxbuf.EpisodeAccumulator.create(STEP, envs, length)
     twin = reference_accumulator.Accumulator(envs, length, 24, envs)
     for turn in range(12):
