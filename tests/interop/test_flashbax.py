@@ -1,9 +1,13 @@
 """Programs written for flashbax run on jaxbuf, and what they can rely on is the same."""
 
+import dataclasses
 import subprocess
 import sys
+from typing import Generic, TypeVar
 
 import chex
+import flax.serialization
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -471,7 +475,9 @@ from jaxbuf.interop.flashbax.buffers.prioritised_trajectory_buffer import (
     PrioritisedTrajectoryBufferState,
 )
 from jaxbuf.interop.flashbax.buffers.trajectory_buffer import BufferSample, BufferState, Experience
+from jaxbuf.interop.flashbax.utils import add_dim_to_args
 import jaxbuf.interop.flashbax as fbx
+assert fbx.utils.add_dim_to_args is add_dim_to_args
 assert module.BufferState is BufferState is fbx.TrajectoryBufferState
 assert jaxbuf.interop.flashbax.buffers.trajectory_buffer.make_item_buffer is fbx.make_item_buffer
 """
@@ -591,3 +597,171 @@ def test_counters_have_64_bits_where_jax_has():
         assert same.current_index.dtype == jnp.int64
         assert int(same.current_index) == int(state.current_index) == 3
     assert make_windows(2).init(jnp.float32(0)).current_index.dtype == jnp.int32
+
+
+T, S, B = TypeVar("T"), TypeVar("S"), TypeVar("B")
+
+
+def own_rows(fbx):
+    """A program that adds single steps, and whose samples have other fields than the buffer's."""
+    buffer = fbx.make_trajectory_buffer(2, 4, 1, 1, 1, max_length_time_axis=8)
+    add = fbx.utils.add_dim_to_args(buffer.add, axis=1, starting_arg_index=1, ending_arg_index=2)
+
+    def rows(state, key) -> fbx.trajectory_buffer.TrajectoryBufferSample[T]:
+        experience = buffer.sample(state, key).experience
+        return fbx.trajectory_buffer.TrajectoryBufferSample(
+            experience=jax.tree.map(lambda leaf: leaf[:, 0], experience)
+        )
+
+    own = buffer.replace(add=add, sample=rows)
+    state = buffer.init(STEP)
+    for _ in range(3):
+        state = own.add(state, stacked(2))
+    batch = jax.jit(own.sample)(state, KEY)
+    mixer = fbx.make_mixer([own, own], 4, [1, 1])
+    drawn = fbx.prioritised_trajectory_buffer.PrioritisedTrajectoryBufferSample(
+        experience=batch.experience, indices=jnp.arange(4), probabilities=jnp.ones(4)
+    )
+    return (
+        shapes(batch.experience),
+        int(fbx.utils.get_timestep_count(state)),
+        fbx.utils.get_tree_shape_prefix(state.experience, 2),
+        shapes(mixer.sample([state, state], KEY).experience),
+        shapes(drawn.replace(indices=jnp.arange(3)).indices),
+        type(flax.serialization.to_state_dict({"buffer": state})["buffer"]) is type(state),
+        flax.serialization.from_state_dict(buffer.init(STEP), state) is state,
+    )
+
+
+def axes_of_arguments(fbx):
+    """``add_dim_to_args`` with positional arguments and with those passed by name."""
+
+    def shapes_of(*args, **kwargs):
+        return shapes((args, kwargs))
+
+    rows = {"a": jnp.zeros((3, 4))}
+    return [
+        fbx.utils.add_dim_to_args(shapes_of, *options)(rows, rows, rows, x=rows, y=rows)
+        for options in ((), (0,), (0, 0, 2), (2, None, 1), (1, 1, 2, ["x"]), (1, 9, 9, []))
+    ]
+
+
+@pytest.mark.parametrize("program", [own_rows, axes_of_arguments])
+def test_programs_that_wrap_a_buffer_do_the_same(program):
+    ours = program(facade)
+    fbx = flashbax()
+    with lenient():
+        assert program(fbx) == ours
+
+
+def test_a_mixer_joins_rows_of_a_buffer_and_rows_that_a_program_made():
+    buffer = make_rings(4)
+    state = buffer.add(buffer.init(jnp.float32(0)), jnp.ones((1, 8)))
+
+    def rows(state, key):
+        batch = buffer.sample(state, key)
+        return facade.PrioritisedTrajectoryBufferSample(
+            experience=-batch.experience, indices=batch.indices, probabilities=batch.probabilities
+        )
+
+    batch = facade.make_mixer([buffer, buffer.replace(sample=rows)], 4, [3, 1]).sample(
+        [state, state], KEY
+    )
+    assert batch.experience[:, 0].tolist() == [1.0, 1.0, 1.0, -1.0]
+    assert (batch.probabilities.shape, batch.valid, batch.slots) == ((4,), None, None)
+
+
+DECORATORS = {
+    "chex": chex.dataclass(frozen=True),
+    "flax": flax.struct.dataclass,
+    "dataclasses": dataclasses.dataclass(frozen=True),
+}
+
+
+@pytest.mark.parametrize("decorator", DECORATORS)
+def test_programs_add_fields_to_samples_and_states(decorator):
+    decorate = DECORATORS[decorator]
+
+    @decorate
+    class Sample(facade.PrioritisedTrajectoryBufferSample, Generic[T]):
+        weights: jax.Array
+
+    @decorate
+    class State(facade.TrajectoryBufferState[T]):
+        count: jax.Array
+
+    @decorate
+    class Buffer(facade.TrajectoryBuffer[T, S, B]):
+        name: str
+
+    experience = jnp.arange(12.0).reshape(1, 12)
+    sample = Sample(
+        experience=experience, indices=jnp.arange(3), probabilities=jnp.ones(3), weights=jnp.ones(3)
+    )
+    base = make_windows(2)
+    state = State(buffer=base.add(base.init(jnp.float32(0)), experience).buffer, count=jnp.int32(1))
+    for value, field in ((sample, "weights"), (state, "count")):
+        changed = dataclasses.replace(value, **{field: getattr(value, field) + 1})
+        if decorator != "dataclasses":  # It makes no pytree.
+            changed = jax.jit(lambda value: jax.tree.map(lambda leaf: leaf, value))(changed)
+        assert type(changed) is type(value)
+        assert (getattr(changed, field) == 2).all()
+        np.testing.assert_array_equal(changed.experience[0, :12], experience[0])
+    assert base.sample(state, KEY).experience.shape == (64, 2)
+    assert (sample.valid, sample.slots) == (None, None)
+    functions = Buffer(
+        **{f.name: getattr(base, f.name) for f in dataclasses.fields(base)}, name="a"
+    )
+    assert (functions.name, functions.add) == ("a", base.add)
+    assert Sample[int] is not None
+
+
+def test_a_state_with_more_fields_is_made_from_arrays_and_keeps_them():
+    @flax.struct.dataclass
+    class State(facade.TrajectoryBufferState):
+        count: jax.Array
+        name: str = "steps"
+
+    steps = jnp.arange(8.0)[None]
+    state = State(experience=steps, current_index=0, is_full=True, count=jnp.int32(1))
+    state = state.replace(experience=-steps)
+    buffer = make_rings(64)
+    state = buffer.add(state, jnp.full((1, 2), 9.0))
+    assert type(state) is State
+    assert (int(state.count), state.name, int(state.current_index)) == (1, "steps", 2)
+    assert set(np.unique(buffer.sample(state, KEY).experience)) == {9.0, *range(-7, -1)}
+    with pytest.raises(ValueError, match="count is missing; State has that field"):
+        State(experience=steps, current_index=0, is_full=True)
+
+
+def test_classes_of_flashbax_are_generic():
+    one = ("TrajectoryBufferState", "TrajectoryBufferSample", "PrioritisedTrajectoryBufferSample")
+    for name in (*one, "TransitionSample", "TrajectoryQueueSample", "TrajectoryQueue"):
+        assert getattr(facade, name)[T] is not None
+    assert facade.ExperiencePair[T](1, 2).second == 2
+    for name in ("TrajectoryBuffer", "PrioritisedTrajectoryBuffer"):
+        assert getattr(facade, name)[T, S, B] is not None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from jaxbuf.interop.flashbax.buffers import sum_tree",
+        "from jaxbuf.interop.flashbax.buffers.sum_tree import SumTreeState",
+        "import jaxbuf.interop.flashbax.buffers.sum_tree as tree",
+        "from jaxbuf.interop.flashbax.buffers.prioritised_trajectory_buffer import set_priorities",
+        "from jaxbuf.interop.flashbax.prioritised_trajectory_buffer import prioritised_init",
+        "facade.trajectory_buffer.can_sample",
+    ],
+)
+def test_functions_of_flashbaxs_arrays_name_what_takes_their_place(line):
+    with pytest.raises(ImportError, match=r"make_prioritised_trajectory_buffer.*replace\(init="):
+        exec(line, {"facade": facade})
+
+
+def test_other_names_are_missing_as_in_any_module():
+    assert not hasattr(facade, "no_such_name")
+    with pytest.raises(ValueError, match=r"tree\['b'\] has shape \(2,\); .* begin with \(3,\)"):
+        facade.utils.get_tree_shape_prefix({"a": jnp.zeros((3, 2)), "b": jnp.zeros(2)})
+    with pytest.raises(ValueError, match="the tree has no leaves"):
+        facade.utils.get_tree_shape_prefix({})

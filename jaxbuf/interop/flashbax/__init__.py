@@ -1,6 +1,7 @@
 """flashbax's call signatures over jaxbuf's buffers.
 
-A program written for flashbax 0.1 runs after one change:
+A program that makes buffers of flashbax 0.1 and calls their functions runs once its imports name
+this module, which also stands for ``flashbax.buffers`` and has ``utils``:
 
     import jaxbuf.interop.flashbax as fbx  # was: import flashbax as fbx
 
@@ -42,6 +43,14 @@ Shapes, structures, capacities, write positions, ``can_sample``, ``can_add`` and
   from ``experience``, ``current_index`` and ``is_full``, and these can be replaced; in a state with
   priorities only ``experience``. Windows of a state that is built have the default priority. What
   flashbax's ``Vault`` reads back can be sampled and added to as it is.
+* **Samples** have the fields of flashbax's and some more, which are None in a batch that a program
+  makes. Samples and states can be subclassed with the decorators of chex, flax and
+  ``dataclasses``. They are no mappings: ``batch.experience``, not ``batch["experience"]``.
+* **Functions of flashbax's modules**, such as ``sum_tree.get``, ``prioritised_add`` and
+  ``set_priorities``, compute with the arrays of its states. Importing one raises ``ImportError``.
+  ``make_prioritised_trajectory_buffer(...).replace(init=...)`` takes an ``init`` that returns
+  ``TrajectoryBufferState(jaxbuf.TrajectoryBuffer.create(...))``, with windows and priorities of
+  your own; "Moving from another library" has an example.
 * **A state belongs to the buffer that made it.** To sample it with another window, period or
   exponent is refused, except for states that are built from arrays.
 
@@ -51,13 +60,15 @@ over bit by bit. With ``priority_exponent=jaxbuf.Varying(0.6)``, a state has an 
 """
 
 import dataclasses
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import serialization, struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers import doors
@@ -68,7 +79,7 @@ from jaxbuf.core.describe import Described
 from jaxbuf.core.hyperparameters import Varying, split
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.interop import _flashbax_state
+from jaxbuf.interop.flashbax import _state, utils
 from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.uniform import Uniform
@@ -98,10 +109,28 @@ __all__ = [
     "make_prioritised_trajectory_buffer",
     "make_trajectory_buffer",
     "make_trajectory_queue",
+    "utils",
 ]
 
 
 Experience = TypeVar("Experience")
+_Class = TypeVar("_Class", bound=type)
+
+
+def _dataclass(kind: _Class) -> _Class:
+    """Makes a class a pytree, which flax's ``to_state_dict`` returns as it is, as flashbax's."""
+    kind = struct.dataclass(kind, repr=False)
+    serialization.register_serialization_state(
+        kind, lambda value: value, lambda _, value: value, override=True
+    )
+    return kind
+
+
+class _Value(Described):
+    """A class that programs subclass with the decorator of chex, flax or ``dataclasses``."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Leaves it to the decorator to make the subclass a dataclass."""
 
 
 class SumTreeRoot(NamedTuple):
@@ -117,12 +146,14 @@ class SumTreeRoot(NamedTuple):
     max_recorded_priority: Float[Array, ""]
 
 
-class TrajectoryBufferState(Generic[Experience], Described):
+@_dataclass
+class TrajectoryBufferState(Generic[Experience], _Value):
     """The state of a buffer or a queue: a ``TrajectoryBuffer`` whose rings share one position.
 
     It is also built from arrays, as a data set is: ``TrajectoryBufferState(experience=...,
     current_index=..., is_full=...)``. Such a state belongs to no buffer yet, so it is sampled with
-    the windows of any.
+    the windows of any. A subclass is built in the same way, with its own fields beside; with the
+    decorator of chex only from ``buffer=state.buffer``.
 
     Attributes:
         buffer: The buffer of jaxbuf.
@@ -147,23 +178,27 @@ class TrajectoryBufferState(Generic[Experience], Described):
 
     buffer: Rings
 
-    def __new__(cls, buffer: Rings | None = None, **arrays: Any) -> Self:
-        """Makes a state that belongs to no buffer yet, if only arrays are given."""
-        kind: Any = _StateOfArrays if arrays and buffer is None else cls
-        return super().__new__(kind)
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keeps the constructor, in place of which a decorator would put its own."""
+        super().__init_subclass__(**options)
+        cls.__init__ = cls.__dict__.get("__init__", TrajectoryBufferState.__init__)
 
     def __init__(self, buffer: Rings | None = None, **arrays: Any):
         """Takes a buffer of jaxbuf, arrays, or both, as ``replace`` does."""
-        if arrays and buffer is not None:
-            buffer = _flashbax_state.changed(buffer, arrays)
+        for field in dataclasses.fields(self)[1:]:  # Of a subclass.
+            if field.default is dataclasses.MISSING and field.name not in arrays:
+                raise ValueError(f"{field.name} is missing; {type(self).__name__} has that field")
+            object.__setattr__(self, field.name, arrays.pop(field.name, field.default))
+        if buffer is None:
+            buffer = _state.of_arrays(arrays)
         elif arrays:
-            buffer = _flashbax_state.of_arrays(arrays)
+            buffer = _state.changed(buffer, arrays)
         object.__setattr__(self, "buffer", buffer)
 
     @property
-    def experience(self) -> PyTree[Array]:
+    def experience(self) -> Experience:
         """The steps, leaves ``[add_batch_size, max_length_time_axis, ...]``."""
-        return _flashbax_state.experience(self.buffer)
+        return _state.experience(self.buffer)
 
     @property
     def current_index(self) -> Int[Array, ""]:
@@ -205,24 +240,19 @@ class TrajectoryBufferState(Generic[Experience], Described):
         return SumTreeRoot(nodes=tree.root("sum")[..., None], max_recorded_priority=largest)
 
 
-class _StateOfArrays(TrajectoryBufferState[Any]):
-    """A state that was made from arrays and belongs to no buffer yet."""
-
-    __init__ = TrajectoryBufferState.__init__
-
-
 _State: TypeAlias = TrajectoryBufferState[Any]
 TrajectoryQueueState = BufferState = PrioritisedTrajectoryBufferState = TrajectoryBufferState
 
 
-class ExperiencePair(NamedTuple):
+class ExperiencePair(NamedTuple, Generic[Experience]):
     """Two consecutive steps, leaves ``[B, ...]``."""
 
-    first: PyTree[Array]
-    second: PyTree[Array]
+    first: Experience
+    second: Experience
 
 
-class TrajectoryBufferSample(Described):
+@_dataclass
+class TrajectoryBufferSample(Generic[Experience], _Value):
     """A batch.
 
     Attributes:
@@ -230,36 +260,41 @@ class TrajectoryBufferSample(Described):
             ``ExperiencePair`` of them, or what was taken out of a queue, ``[add_batch_size,
             sample_sequence_length, ...]``.
         valid: True for rows that were drawn, ``[B]``: all of them, once ``can_sample`` is True.
+            None in a batch that a program made.
     """
 
-    experience: Any
-    valid: Bool[Array, " B"]
+    experience: Experience
+    valid: Bool[Array, " B"] | None = struct.field(default=None, kw_only=True)
 
 
-class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample):
+@_dataclass
+class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample[Experience]):
     """A batch drawn by priorities.
 
     Attributes:
         indices: The numbers of the windows, ``[B]``.
         probabilities: The probability of each in a draw, ``[B]``.
         priorities: Their priorities to the exponent, ``[B]``: what flashbax before 0.1.3 had
-            instead of probabilities.
+            instead of probabilities. None in a batch that a program made.
         slots: The windows, for ``set_priorities``: unlike ``indices`` they become stale when a
-            window is overwritten.
+            window is overwritten. None in a batch that a program made.
     """
 
     indices: Int[Array, " B"]
     probabilities: Float[Array, " B"]
-    priorities: Float[Array, " B"]
-    slots: Slots
+    priorities: Float[Array, " B"] | None = struct.field(default=None, kw_only=True)
+    slots: Slots | None = struct.field(default=None, kw_only=True)
 
 
 BufferSample = TransitionSample = TrajectoryQueueSample = TrajectoryBufferSample
 PrioritisedTransitionSample = PrioritisedTrajectoryBufferSample
 
+_AnyState = TypeVar("_AnyState", bound=_State)
+_AnySample = TypeVar("_AnySample", bound=TrajectoryBufferSample[Any])
+
 
 @dataclasses.dataclass(frozen=True)
-class TrajectoryBuffer:
+class TrajectoryBuffer(Generic[Experience, _AnyState, _AnySample]):
     """The functions of a buffer.
 
     Attributes:
@@ -269,9 +304,9 @@ class TrajectoryBuffer:
         can_sample: Takes a state, and returns whether it holds enough.
     """
 
-    init: Callable[..., _State]
-    add: Callable[..., _State]
-    sample: Callable[..., Any]
+    init: Callable[..., _AnyState]
+    add: Callable[..., _AnyState]
+    sample: Callable[..., _AnySample]
     can_sample: Callable[..., Bool[Array, ""]]
 
     def replace(self, **functions: Callable[..., Any]) -> Self:
@@ -280,7 +315,7 @@ class TrajectoryBuffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
+class PrioritisedTrajectoryBuffer(TrajectoryBuffer[Experience, _AnyState, _AnySample]):
     """The functions of a buffer with priorities.
 
     Attributes:
@@ -288,11 +323,11 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
             state.
     """
 
-    set_priorities: Callable[..., _State]
+    set_priorities: Callable[..., _AnyState]
 
 
 @dataclasses.dataclass(frozen=True)
-class TrajectoryQueue(TrajectoryBuffer):
+class TrajectoryQueue(TrajectoryBuffer[Experience, _State, Any]):
     """The functions of a queue; ``sample`` takes no key, and returns the next state and a batch.
 
     Attributes:
@@ -315,6 +350,12 @@ class Mixer:
     can_sample: Callable[..., Bool[Array, ""]]
 
 
+_Buffer: TypeAlias = TrajectoryBuffer[Any, _State, TrajectoryBufferSample[Any]]
+_PrioritisedBuffer: TypeAlias = PrioritisedTrajectoryBuffer[
+    Any, _State, PrioritisedTrajectoryBufferSample[Any]
+]
+
+
 def make_trajectory_buffer(
     add_batch_size: int,
     sample_batch_size: int,
@@ -323,7 +364,7 @@ def make_trajectory_buffer(
     min_length_time_axis: int,
     max_size: int | None = None,
     max_length_time_axis: int | None = None,
-) -> TrajectoryBuffer:
+) -> _Buffer:
     """A buffer of windows, drawn uniformly.
 
     Args:
@@ -366,7 +407,7 @@ def make_prioritised_trajectory_buffer(
     max_length_time_axis: int | None = None,
     priority_exponent: float | Varying = 0.6,
     device: str = "cpu",
-) -> PrioritisedTrajectoryBuffer:
+) -> _PrioritisedBuffer:
     """``make_trajectory_buffer`` with draws by priority.
 
     ``priority_exponent``, from 0 to 1, is the ``alpha`` of ``jaxbuf.Prioritized``, and may be
@@ -386,7 +427,7 @@ def make_flat_buffer(
     sample_batch_size: int,
     add_sequences: bool = False,
     add_batch_size: int | None = None,
-) -> TrajectoryBuffer:
+) -> _Buffer:
     """A buffer of pairs of consecutive steps, drawn uniformly.
 
     Args:
@@ -425,7 +466,7 @@ def make_prioritised_flat_buffer(
     add_batch_size: int | None = None,
     priority_exponent: float | Varying = 0.6,
     device: str = "cpu",
-) -> PrioritisedTrajectoryBuffer:
+) -> _PrioritisedBuffer:
     """``make_flat_buffer`` with draws by priority, as in ``make_prioritised_trajectory_buffer``.
 
     Raises:
@@ -441,7 +482,7 @@ def make_item_buffer(
     sample_batch_size: int,
     add_sequences: bool = False,
     add_batches: bool = False,
-) -> TrajectoryBuffer:
+) -> _Buffer:
     """A buffer of independent items, drawn uniformly.
 
     Args:
@@ -465,7 +506,7 @@ def make_prioritised_item_buffer(
     add_batches: bool = False,
     priority_exponent: float | Varying = 0.6,
     device: str = "cpu",
-) -> PrioritisedTrajectoryBuffer:
+) -> _PrioritisedBuffer:
     """``make_item_buffer`` with draws by priority, as in ``make_prioritised_trajectory_buffer``.
 
     Raises:
@@ -481,7 +522,7 @@ def make_trajectory_queue(
     add_sequence_length: int,
     sample_sequence_length: int,
     max_size: int | None = None,
-) -> TrajectoryQueue:
+) -> TrajectoryQueue[Any]:
     """A queue of steps: what is sampled is taken out, in order of time.
 
     Args:
@@ -504,33 +545,33 @@ def make_trajectory_queue(
             "choose a smaller one"
         )
 
-    def init(experience: PyTree) -> TrajectoryQueueState:
-        return TrajectoryQueueState(Rings.create(experience, add_batch_size, length))
+    def init(experience: PyTree) -> _State:
+        return TrajectoryBufferState(Rings.create(experience, add_batch_size, length))
 
-    def can_add(state: TrajectoryQueueState) -> Bool[Array, ""]:
+    def can_add(state: _State) -> Bool[Array, ""]:
         return state.buffer.rings.held[..., 0] + jnp.uint32(add_sequence_length) <= length
 
-    def can_sample(state: TrajectoryQueueState) -> Bool[Array, ""]:
+    def can_sample(state: _State) -> Bool[Array, ""]:
         return state.buffer.rings.held[..., 0] >= sample_sequence_length
 
-    def add(state: TrajectoryQueueState, batch: PyTree[Array]) -> TrajectoryQueueState:
+    def add(state: _State, batch: PyTree[Array]) -> _State:
         steps = jax.tree.leaves(batch)[0].shape[1]
         fits = state.buffer.rings.held[0] + jnp.uint32(steps) <= length
         mask = jnp.broadcast_to(fits, (add_batch_size, steps))
         return state.replace(buffer=doors.add(state.buffer, batch, mask=mask, donate=False))
 
     @jax.jit
-    def sample(state: TrajectoryQueueState) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
+    def sample(state: _State) -> tuple[_State, TrajectoryBufferSample[Any]]:
         mask = jnp.broadcast_to(can_sample(state), (add_batch_size,))
         buffer, steps = state.buffer.dequeue(sample_sequence_length, mask=mask)
-        sample = TrajectoryQueueSample(experience=steps.data, valid=jnp.all(steps.valid, axis=1))
+        sample = TrajectoryBufferSample(experience=steps.data, valid=jnp.all(steps.valid, axis=1))
         return state.replace(buffer=buffer), sample
 
     return TrajectoryQueue(init, add, sample, can_sample, can_add)
 
 
 def make_mixer(
-    buffers: Sequence[TrajectoryBuffer],
+    buffers: Sequence[TrajectoryBuffer[Any, Any, Any]],
     sample_batch_size: int,
     proportions: Sequence[float],
 ) -> Mixer:
@@ -559,16 +600,20 @@ def make_mixer(
     counts[0] += sample_batch_size - sum(counts)
 
     def sample(states: Sequence[_State], key: PRNGKeyArray) -> Any:
-        batches: list[PyTree] = []
+        batches: list[Any] = []
         keys = jax.random.split(key, len(buffers))
         for i, (buffer, state, count) in enumerate(zip(buffers, states, counts, strict=True)):
             rows = buffer.sample(state, keys[i])
-            if rows.valid.shape[0] < count:
+            (held,) = utils.get_tree_shape_prefix(rows)
+            if held < count:
                 raise ValueError(
-                    f"buffers[{i}] samples {rows.valid.shape[0]} rows, but its share is {count}; "
+                    f"buffers[{i}] samples {held} rows, but its share is {count}; "
                     "make it with a larger sample_batch_size"
                 )
             batches.append(jax.tree.map(lambda leaf, count=count: leaf[:count], rows))
+        if len({jax.tree.structure(rows) for rows in batches}) > 1:
+            # A program made some of them, without the fields that flashbax does not have.
+            batches = [rows.replace(**dict.fromkeys(_only_here(rows))) for rows in batches]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
 
     def can_sample(states: Sequence[_State]) -> Bool[Array, ""]:
@@ -576,6 +621,10 @@ def make_mixer(
         return jnp.all(jnp.stack([buffer.can_sample(state) for buffer, state in pairs]))
 
     return Mixer(sample=sample, can_sample=can_sample)
+
+
+def _only_here(sample: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(sample) if field.kw_only]
 
 
 def _shaper(batches: bool, sequences: bool, flatten: bool = False) -> Callable[[Any], Array]:
@@ -685,11 +734,11 @@ def _windows(
     def as_state(state: Any, fitted: bool = True) -> _State:
         """Returns a state of this module for one of flashbax; one of arrays gets its windows."""
         if not isinstance(state, TrajectoryBufferState):
-            state = TrajectoryBufferState(**_flashbax_state.fields_of(state))
-        if not fitted or not isinstance(state, _StateOfArrays):
+            state = TrajectoryBufferState(**_state.fields_of(state))
+        if not fitted or not isinstance(state.buffer.sampler, _state.OfArrays):
             return state
-        fitting = _flashbax_state.fitted(state.buffer, sequence_length, period, sampler)
-        return TrajectoryBufferState(fitting)
+        fitting = _state.fitted(state.buffer, sequence_length, period, sampler)
+        return state.replace(buffer=fitting)
 
     def add(state: _State, batch: PyTree) -> _State:
         # Without priorities nothing is kept of windows, so the state may stay as it is in a scan.
@@ -697,7 +746,7 @@ def _windows(
         batch = batch if shaped is None else jax.tree.map(shaped, batch)
         return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
 
-    def sample(state: _State, rng_key: PRNGKeyArray) -> TrajectoryBufferSample:
+    def sample(state: _State, rng_key: PRNGKeyArray) -> TrajectoryBufferSample[Any]:
         buffer = as_state(state).buffer
         for name, expected, actual in (
             ("sample_sequence_length", sequence_length, buffer.sequence_length),
@@ -764,7 +813,7 @@ def _pairs(
         )
     shaped = _shaper(add_batch_size is not None, sequences)
 
-    def view(windows: PyTree[Array]) -> ExperiencePair:
+    def view(windows: PyTree[Array]) -> ExperiencePair[Any]:
         return ExperiencePair(first=_step(windows, 0), second=_step(windows, 1))
 
     return _windows(rows, batch_size, 2, 1, least, None, length, sampler, shaped, view)
@@ -796,10 +845,25 @@ for _name in (
     "prioritised_flat_buffer",
     "prioritised_item_buffer",
     "prioritised_trajectory_buffer",
+    "sum_tree",  # Whatever is taken from it raises.
     "trajectory_buffer",
     "trajectory_queue",
 ):
     sys.modules[f"{__name__}.{_name}"] = sys.modules[f"{__name__}.buffers.{_name}"] = buffers
 sys.modules[f"{__name__}.buffers"] = buffers
+
+# Functions of flashbax's modules, which compute with the arrays of its states.
+_OF_ITS_ARRAYS = re.compile(
+    "sum_tree|SumTreeState|SET_BATCH_FN|(init|add|sample|can_sample|can_add|stratified_sample)$"
+    "|(prioritised|set|get|calculate|create|validate)_"
+)
+
+
+def __getattr__(name: str) -> NoReturn:
+    if _OF_ITS_ARRAYS.match(name):
+        # Of an AttributeError, an import would leave out the text.
+        raise ImportError(f"there is no {name} here: {_state.BRIDGE}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 exporting.register_all()

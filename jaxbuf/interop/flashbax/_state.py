@@ -14,8 +14,20 @@ from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, numbers
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.protocols import Sampler
+from jaxbuf.strategies.uniform import Uniform
 
+BRIDGE = (
+    "it works on the arrays of flashbax's states. For windows or priorities of your own, change "
+    "the functions of a buffer: make_prioritised_trajectory_buffer(...).replace(init=...), with an "
+    "init that returns TrajectoryBufferState(jaxbuf.TrajectoryBuffer.create(...)). The guide "
+    "'Moving from another library' has an example."
+)
 ARRAYS = ("experience", "current_index", "is_full", "running_index")
+
+
+@dataclasses.dataclass(frozen=True)
+class OfArrays(Uniform):
+    """The sampler of a state that was made from arrays and belongs to no buffer yet."""
 
 
 def of_arrays(arrays: dict[str, Any]) -> TrajectoryBuffer:
@@ -46,7 +58,7 @@ def of_arrays(arrays: dict[str, Any]) -> TrajectoryBuffer:
     rows, length = shape[:2]
     _check_leading(data, (rows, length))
     # Steps without elements, since the storage exists already.
-    empty = TrajectoryBuffer.create(jnp.zeros(0), rows, length)
+    empty = TrajectoryBuffer.create(jnp.zeros(0), rows, length, sampler=OfArrays())
     rings = _with_steps(empty.rings, arrays["current_index"], arrays["is_full"])
     if arrays.get("running_index") is not None:
         running = numbers.integers(arrays["running_index"], "running_index")
