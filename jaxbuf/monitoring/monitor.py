@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -309,19 +310,81 @@ class TerminalWriter:
         self.flush()
 
 
+class _Curves(Protocol):
+    """A ``SummaryWriter``, as far as it is used here."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
 class TensorBoardWriter:
     """Writes scalars for TensorBoard with tensorboardX (extra ``logging``).
 
     Args:
         folder: The folder for event files. TensorBoard reads the files of an interrupted and a
-            resumed run in the same folder as one run.
+            resumed run in the same folder as one run. It may also be a ``SummaryWriter`` of yours,
+            which stays open. That writes from a thread, so a killed process loses the last points.
+            If its run resumes, create it with ``purge_step=step + 1``: ``rewind`` leaves it alone.
 
     Raises:
-        ImportError: If tensorboardX is not installed.
-        ValueError: From ``write`` if two names differ only in characters that TensorBoard replaces.
+        ImportError: If ``folder`` is a folder and tensorboardX is not installed.
+        ValueError: If ``folder`` is neither; and from ``write`` if two names differ only in
+            characters that TensorBoard replaces.
+
+    Example:
+        >>> import jaxbuf, tempfile, tensorboardX
+        >>> mine = tensorboardX.SummaryWriter(tempfile.mkdtemp())
+        >>> with jaxbuf.Monitor([jaxbuf.TensorBoardWriter(mine)]) as monitor:
+        ...     written = monitor.write(1, {"loss": 0.5})
+        >>> mine.add_scalar("mine", 1.0, 2)
+        >>> mine.close()
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | _Curves) -> None:
+        is_curves = hasattr(folder, "add_scalar") and not isinstance(folder, type)
+        self._file = None if is_curves else _EventFile(checks.check_path("folder", folder))
+        self._curves: Any = self._file or folder
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds a point to each curve."""
+        names: dict[str, str] = {}
+        for name in metrics:
+            # As tensorboardX replaces characters.
+            tag = re.sub(r"[^-/\w.]", "_", name).lstrip("/")
+            if tag in names:
+                raise ValueError(
+                    f"TensorBoard takes both {names[tag]!r} and {name!r} for {tag!r}; choose "
+                    "another name"
+                )
+            names[tag] = name
+        for name, value in metrics.items():
+            self._curves.add_scalar(name, value, step)
+        if self._file is not None:
+            self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Makes TensorBoard hide the points of later steps, unless the writer is yours."""
+        if self._file is not None:
+            self._file.restart(step + 1)
+
+    def flush(self) -> None:
+        """Flushes all points to disk, or calls ``flush`` of your writer."""
+        self._curves.flush()
+
+    def close(self) -> None:
+        """Flushes all points to disk, and closes the file unless the writer is yours."""
+        if self._file is not None:
+            self._file.close()
+
+
+class _EventFile:
+    """A file of events in a folder, written at once.
+
+    A ``SummaryWriter`` would write from a thread, whose queue is lost with the process.
+    """
+
+    def __init__(self, folder: Path) -> None:
         try:
             from tensorboardX import summary
             from tensorboardX.event_file_writer import EventsWriter
@@ -335,40 +398,25 @@ class TensorBoardWriter:
         self._scalar: Any = summary.scalar
         self._event: Any = protocol.Event
         self._restart: Any = protocol.SessionLog(status=protocol.SessionLog.START)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        # SummaryWriter would write from a thread, whose queue is lost with the process. Names of
-        # event files have a resolution of one second, and files of one name would be overwritten.
+        folder.mkdir(parents=True, exist_ok=True)
+        # Names of event files have a resolution of one second, and files of one name would be
+        # overwritten.
         self._file: Any = EventsWriter(
             os.path.join(folder, "events"), f".{time.time_ns()}.{os.getpid()}"
         )
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds a point to each curve."""
-        curves: dict[str, tuple[str, Any]] = {}
-        for name, value in metrics.items():
-            summary = self._scalar(name, value)
-            tag = summary.value[0].tag
-            if tag in curves:
-                raise ValueError(
-                    f"TensorBoard takes both {curves[tag][0]!r} and {name!r} for {tag!r}; choose "
-                    "another name"
-                )
-            curves[tag] = name, summary
-        for _, summary in curves.values():
-            self._add(step, summary=summary)
-        self._file.flush()
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self._add(step, summary=self._scalar(name, value))
 
-    def rewind(self, step: int) -> None:
-        """Makes TensorBoard hide the points of later steps."""
-        self._add(step + 1, session_log=self._restart)
-        self._file.flush()
+    def restart(self, step: int) -> None:
+        """Makes TensorBoard hide the points from this step on."""
+        self._add(step, session_log=self._restart)
+        self.flush()
 
     def flush(self) -> None:
-        """Flushes all points to disk."""
         self._file.flush()
 
     def close(self) -> None:
-        """Flushes all points to disk, and closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -381,22 +429,33 @@ class WandbWriter:
     """Logs to a run of Weights & Biases (``pip install wandb``).
 
     Args:
+        run: A run of yours, which goes on when this writer is closed. By default ``wandb.init``
+            begins one, which is finished with this writer. If it returns a run that was already
+            active, as it does in scripts, that run goes on, too. Weights & Biases drops what is
+            logged for a smaller step than the last one of the run, so log to your own run with
+            the steps of the ``Monitor``.
         settings: Arguments of ``wandb.init``, such as ``project``, ``name``, or ``mode="offline"``,
             which needs neither network nor account. To resume an interrupted run, pass its ``id``
             and ``resume="allow"``.
 
     Raises:
-        ImportError: If wandb is not installed.
+        ImportError: If there is no ``run`` and wandb is not installed.
+        ValueError: If ``run`` is not a run, or there are ``settings`` for it.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                "WandbWriter needs Weights & Biases; install it with `pip install wandb`"
-            ) from error
-        self._run: Any = wandb.init(**settings)
+    def __init__(self, *, run: Any = None, **settings: Any) -> None:
+        if run is None:
+            self._run, self._begun = _init_run(settings)
+            return
+        if settings:
+            raise ValueError(
+                f"run was given, and {', '.join(settings)}, which wandb.init takes; leave one out"
+            )
+        if not hasattr(run, "log") or isinstance(run, type):
+            raise ValueError(
+                f"run is {checks.name_of(run)}; expected None or a run, as wandb.init returns it"
+            )
+        self._run, self._begun = run, False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics."""
@@ -409,8 +468,26 @@ class WandbWriter:
         """Does nothing, since a separate process already has the metrics."""
 
     def close(self) -> None:
-        """Finishes the run."""
-        self._run.finish()
+        """Finishes the run if this writer began it."""
+        if self._begun:
+            self._begun = False
+            self._run.finish()
+
+
+def _init_run(settings: dict[str, Any]) -> tuple[Any, bool]:
+    """Returns the run that ``wandb.init`` returns, and whether it began with that call."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            "WandbWriter needs Weights & Biases; install it with `pip install wandb`"
+        ) from error
+    module: Any = wandb
+    # A run that was created beside others is not wandb.run, and may be returned as well.
+    setup = getattr(module, "setup", lambda: None)()
+    active = getattr(module, "run", None), getattr(setup, "most_recent_active_run", None)
+    run = module.init(**settings)
+    return run, not any(run is other for other in active)
 
 
 @custom_vmap

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorboardX
 
 import jaxbuf
 from tests.programs.kill import kill_repeatedly
@@ -239,30 +240,53 @@ def test_tensorboard(tmp_path):
     assert curves["seed/1"] == [(step, 1.0) for step in (10, 20, 30, 40)]
 
 
-def test_tensorboard_refuses_names_that_it_makes_one(tmp_path):
-    with jaxbuf.Monitor([jaxbuf.TensorBoardWriter(tmp_path)]) as monitor:
+def test_a_summary_writer_of_the_user_stays_open(tmp_path):
+    for purge_step, value in [(None, 1.0), (21, 2.0)]:
+        mine = tensorboardX.SummaryWriter(
+            tmp_path, purge_step=purge_step, filename_suffix=f".{value}"
+        )
+        resume_at = purge_step and purge_step - 1
+        with jaxbuf.Monitor([jaxbuf.TensorBoardWriter(mine)], resume_at=resume_at) as monitor:
+            for step in range((resume_at or 0) + 10, 50, 10):
+                monitor.write(step, {"loss": value})
+        mine.add_scalar("mine", value, 50)
+        mine.close()
+    curves = events_of(tmp_path)
+    assert curves["loss"] == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+    assert curves["mine"] == [(50, 2.0)]
+
+
+@pytest.mark.parametrize("of", [lambda path: path, tensorboardX.SummaryWriter])
+def test_tensorboard_refuses_names_that_it_makes_one(of, tmp_path):
+    given = of(tmp_path)
+    with jaxbuf.Monitor([jaxbuf.TensorBoardWriter(given)]) as monitor:
         monitor.write(0, {"td error": 1.0})
         message = "TensorBoard takes both 'td error' and 'td_error' for 'td_error'; choose another"
         with pytest.raises(ValueError, match=message):
             monitor.write(1, {"td error": 1.0, "td_error": 2.0})
+    getattr(given, "close", lambda: None)()
     assert events_of(tmp_path) == {"td_error": [(0, 1.0)]}
+
+
+class Run:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def log(self, data, step=None):
+        self.calls.append((step, data))
+
+    def finish(self):
+        self.calls.append("finish")
 
 
 def test_weights_and_biases(monkeypatch):
     calls = []
 
-    class Run:
-        def log(self, data, step=None):
-            calls.append((step, data))
-
-        def finish(self):
-            calls.append("finish")
-
     def init(*, project=None, mode=None):
         calls.append((project, mode))
-        return Run()
+        return Run(calls)
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, run=None))
     writer = jaxbuf.WandbWriter(project="replay", mode="offline")
     with jaxbuf.Monitor([writer], every_steps=2) as monitor:
         for step in range(4):
@@ -270,13 +294,51 @@ def test_weights_and_biases(monkeypatch):
     assert calls == [("replay", "offline"), (0, {"loss": 0.0}), (2, {"loss": 2.0}), "finish"]
 
 
-def test_weights_and_biases_offline(tmp_path):
-    pytest.importorskip("wandb")
-    writer = jaxbuf.WandbWriter(project="replay", mode="offline", dir=str(tmp_path))
+@pytest.mark.parametrize("how", ["given", "wandb.run", "created beside others"])
+def test_a_run_of_the_user_is_not_finished(how, monkeypatch):
+    mine = Run([])
+    setup = types.SimpleNamespace(most_recent_active_run=mine if "beside" in how else None)
+    wandb = types.SimpleNamespace(
+        init=lambda: mine, run=mine if how == "wandb.run" else None, setup=lambda: setup
+    )
+    monkeypatch.setitem(sys.modules, "wandb", None if how == "given" else wandb)
+    writer = jaxbuf.WandbWriter(**({"run": mine} if how == "given" else {}))
     with jaxbuf.Monitor([writer]) as monitor:
-        for step in range(3):
-            monitor.write(step, {"loss": 0.5**step})
-    assert list(tmp_path.rglob("*.wandb"))
+        monitor.write(1, {"loss": 0.5})
+    assert mine.calls == [(1, {"loss": 0.5})]
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def log(writer):
+        with jaxbuf.Monitor([writer]) as monitor:
+            monitor.write(0, {"loss": 0.5})
+
+    settings = {"project": "replay", "mode": "offline", "dir": str(tmp_path)}
+    log(jaxbuf.WandbWriter(**settings))
+    assert wandb.run is None
+    mine = wandb.init(**settings)
+    log(jaxbuf.WandbWriter(**settings))
+    log(jaxbuf.WandbWriter(run=mine))
+    log(jaxbuf.WandbWriter(**settings, reinit="create_new"))
+    mine.log({"mine": 1.0})
+    mine.finish()
+    assert len(list(tmp_path.rglob("*.wandb"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxbuf.WandbWriter(run=3), "run is 3; expected None or a run"),
+        (lambda: jaxbuf.WandbWriter(run=Run([]), project="a"), "run was given, and project, which"),
+        (lambda: jaxbuf.TensorBoardWriter(3), "folder is 3; expected a path"),
+    ],
+)
+def test_what_is_no_run_and_no_folder(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ ASKED = {
     ("io/resizing.py", "Sharded"): "shards are dealt anew where a pytree has them",
     ("monitoring/memory.py", "'add'"): "a user's own buffers count in a report of memory",
     ("monitoring/memory.py", "'replace'"): "likewise",
+    ("monitoring/monitor.py", "'add_scalar'"): "a check of a user's writer",
+    ("monitoring/monitor.py", "'log'"): "a check of a user's run",
     ("monitoring/monitor.py", "'write'"): "a check of a user's writer",
     ("mpi/manager.py", "'uses_buffer'"): "a check of a user's baseline",
     ("mpi/manager.py", "Manager"): "a check of what a user's function makes",
