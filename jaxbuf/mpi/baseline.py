@@ -196,7 +196,7 @@ def combine(
         comm: The communicator of the managers.
         by: ``"min"`` withholds no item that one of the managers would store, so everything is sent
             while a manager has no baseline. ``"mean"`` and ``"max"`` use only the managers that
-            have one.
+            have one. NaN is no baseline; for ``"mean"`` neither is +inf.
 
     Returns:
         The same number on every manager; −inf if none has a baseline.
@@ -205,16 +205,19 @@ def combine(
         ValueError: If ``by`` is none of these.
     """
     import mpi4jax
-    from mpi4py import MPI
 
     checks.check_choice("by", by, get_args(Agreement))
+    # The reductions of MPI tell ranks different numbers where one of them is NaN, or -0.0 and 0.0
+    # meet. So every rank learns all numbers, and reduces them itself.
+    every = mpi4jax.allgather(baseline, comm=comm)  # [P]
+    every = jnp.where(jnp.isnan(every), jnp.float32(-jnp.inf), every)
     if by == "min":
-        return mpi4jax.allreduce(baseline, op=MPI.MIN, comm=comm)
+        return jnp.min(every)
     if by == "max":
-        return mpi4jax.allreduce(baseline, op=MPI.MAX, comm=comm)
-    finite = jnp.isfinite(baseline)
-    summand = jnp.stack([jnp.where(finite, baseline, jnp.float32(0)), finite.astype(jnp.float32)])
-    total, count = mpi4jax.allreduce(summand, op=MPI.SUM, comm=comm)
+        return jnp.max(every)
+    finite = jnp.isfinite(every)
+    total = jnp.sum(jnp.where(finite, every, jnp.float32(0)))
+    count = jnp.sum(finite, dtype=jnp.float32)
     return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.float32(-jnp.inf))
 
 

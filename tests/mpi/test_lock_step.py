@@ -170,7 +170,9 @@ def test_ranks_hold_what_one_process_computes(ranks, tmp_path):
     for rank, output in enumerate(printed):
         assert output.stderr == ""
         facts = json.loads(output.stdout)
-        assert facts["combined"] == [[-np.inf, ranks / 2, ranks - 1], [-np.inf] * 3]
+        known = [-np.inf, ranks / 2, ranks - 1]
+        assert facts["combined"] == [known, known, [-np.inf] * 3, [0.0] * 3]
+        assert facts["zeros"] == json.loads(printed[0].stdout)["zeros"]
         assert facts["outside of branches"] == (
             ["allreduce_mpi"] if ranks < 4 else sorted(_agreeing(rank))
         )
@@ -179,7 +181,7 @@ def test_ranks_hold_what_one_process_computes(ranks, tmp_path):
 
 def _agreeing(rank):
     own = ["allreduce_mpi", "bcast_mpi"]
-    return [*own, "allreduce_mpi"] if rank in _layout(4).managers else own
+    return [*own, "allgather_mpi"] if rank in _layout(4).managers else own
 
 
 def test_a_rank_outside_of_groups_cannot_exchange():
@@ -299,11 +301,17 @@ def _program(folder):
     def agree(mine):
         return jnp.stack([combine(mine, world, by) for by in ("min", "mean", "max")])
 
-    # First only the first rank has no baseline; then none of them has one.
-    known = agree(jnp.float32(rank if rank else -jnp.inf))
-    others = agree(jnp.float32(-jnp.inf))
+    # First only the first rank has no baseline, then none of them has one; at last both zeros meet.
+    numbers = (
+        rank if rank else -jnp.inf,
+        rank if rank else jnp.nan,
+        -jnp.inf,
+        0.0 if rank else -0.0,
+    )
+    combined = [agree(jnp.float32(number)) for number in numbers]
     out = {
-        "combined": [known.tolist(), others.tolist()],
+        "combined": [numbers.tolist() for numbers in combined],
+        "zeros": np.signbit(combined[-1]).tolist(),
         "outside of branches": sorted(_collectives(jaxpr)),
         "error": error,
     }
