@@ -1,7 +1,6 @@
 """Whole pytrees on the devices of a mesh: sent between them, and marked as varying over them."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from jaxbuf.core import leaves
 from jaxbuf.core.versions import vary, varying_axes
 
 AnyTree = TypeVar("AnyTree", bound=PyTree[Array])
@@ -29,15 +29,15 @@ def all_to_all(tree: PyTree[Array], axis: str) -> PyTree[Array]:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _moved(tree: PyTree[Array], move: Callable[[Array, str], Array], axis: str) -> PyTree[Array]:
     """Applies ``move`` to the bits of leaves ``[n, ...]``: one collective for each item size."""
-    leaves, treedef = jax.tree.flatten(tree)
-    bits = [_bits(leaf) for leaf in leaves]
+    flat, treedef = jax.tree.flatten(tree)
+    bits = [leaves.bits(leaf) for leaf in flat]
     out: dict[int, Array] = {}
     for size in sorted({part.dtype.itemsize for part in bits}):
         which = [i for i, part in enumerate(bits) if part.dtype.itemsize == size]
         joined = move(jnp.concatenate([bits[i] for i in which], axis=1), axis)
         ends = np.cumsum([bits[i].shape[1] for i in which])[:-1]
         out |= zip(which, jnp.split(joined, ends, axis=1), strict=True)
-    return jax.tree.unflatten(treedef, [_from_bits(out[i], x) for i, x in enumerate(leaves)])
+    return jax.tree.unflatten(treedef, [leaves.from_bits(out[i], x) for i, x in enumerate(flat)])
 
 
 @_moved.defjvp
@@ -64,45 +64,6 @@ def _to_all(leaf: Array, axis: str) -> Array:
 
 def _from_all(leaf: Array, axis: str) -> Array:
     return leaf if leaf.shape[0] == 0 else lax.all_gather(leaf, axis, tiled=True)
-
-
-def _bits(leaf: Array) -> Array:
-    """Returns rows as unsigned integers of 1, 2 or 4 bytes, ``[n, k]``."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    elif leaf.dtype.kind == "c":
-        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
-    size = leaf.dtype.itemsize
-    if size == 1:
-        plain = lax.bitcast_convert_type(leaf.astype(_byte(leaf.dtype)), jnp.uint8)
-        return plain.reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
-    words = lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * min(size, 4)}"))
-    return words.reshape(leaf.shape[0], math.prod(words.shape[1:]))
-
-
-def _from_bits(bits: Array, like: Array) -> Array:
-    """Returns the inverse of ``_bits``, for any number of rows."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        data = _from_bits(bits, jax.random.key_data(like))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
-    shape = (bits.shape[0], *like.shape[1:])
-    if like.dtype.kind == "c":
-        both = _from_bits(bits, jnp.stack([like.real, like.imag], axis=-1))
-        return lax.complex(both[..., 0], both[..., 1])
-    if like.dtype.itemsize == 1:
-        plain = lax.bitcast_convert_type(bits.reshape(shape), _byte(like.dtype))
-        return plain.astype(like.dtype)
-    shape += (2,) if like.dtype.itemsize == 8 else ()
-    return lax.bitcast_convert_type(bits.reshape(shape), like.dtype)
-
-
-def _byte(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype of 8 bits that holds all numbers of one of at most 8 bits."""
-    if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.unsignedinteger):
-        return jnp.dtype(jnp.uint8)
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.dtype(jnp.int8)
-    return jnp.dtype(jnp.float8_e4m3fn) if jnp.finfo(dtype).bits < 8 else dtype
 
 
 def mark_replicated(tree: AnyTree, axis: str) -> AnyTree:

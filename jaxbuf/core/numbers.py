@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, trees
+from jaxbuf.core.leaves import check_dtype
 from jaxbuf.core.types import Dtype
 
 # The least normal float32, such as the least mass: what is smaller may count as zero.
@@ -33,7 +34,7 @@ def abstract(value: object, name: str) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and weak type that ``value`` has once it is traced.
 
     Raises:
-        ValueError: If it is neither an array nor a number.
+        ValueError: If it is neither an array nor a number, or of a dtype that no leaf can have.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         aval: Any = value
@@ -45,6 +46,7 @@ def abstract(value: object, name: str) -> jax.ShapeDtypeStruct:
             kind = checks.kind_of(value)
             raise ValueError(f"{name} is {kind}; expected an array of numbers") from error
     dtype = aval.dtype
+    check_dtype(dtype, name)
     if is_number(dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=bool(aval.weak_type))

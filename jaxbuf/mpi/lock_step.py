@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.core import checks
 from jaxbuf.core.describe import Described
+from jaxbuf.core.leaves import bits, from_bits
 from jaxbuf.core.slots import Slots
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, check_filter, combine
 from jaxbuf.mpi.batch import Batch, Reply, check_batch, uses_score
@@ -268,29 +269,44 @@ class LockStep(Described):
     def _gather(self, tree: PyTree[Array]) -> PyTree[Array]:
         import mpi4jax
 
-        return self._exchange(mpi4jax.gather, tree)
+        return self._exchange(mpi4jax.gather, tree, gives_rows=self.is_manager)
 
     def _scatter(self, tree: PyTree[Array]) -> PyTree[Array]:
         import mpi4jax
 
-        return self._exchange(mpi4jax.scatter, tree)
+        return self._exchange(mpi4jax.scatter, tree, takes_rows=self.is_manager)
 
     def _broadcast(self, tree: PyTree[Array]) -> PyTree[Array]:
         import mpi4jax
 
         return self._exchange(mpi4jax.bcast, tree)
 
-    def _exchange(self, collective: Callable[..., Array], tree: PyTree[Array]) -> PyTree[Array]:
-        """Passes a tree through a collective between the manager and its workers.
+    def _exchange(
+        self,
+        collective: Callable[..., Array],
+        tree: PyTree[Array],
+        *,
+        takes_rows: bool = False,
+        gives_rows: bool = False,
+    ) -> PyTree[Array]:
+        """Passes a tree through a collective between the manager and its workers, bit by bit.
 
-        MPI does not know the small floats, so their bits are sent as integers.
+        MPI knows few of the dtypes of JAX, and bits are the same on every rank.
+
+        Args:
+            collective: The collective.
+            tree: The leaves of this rank.
+            takes_rows: Whether they have a row for each rank.
+            gives_rows: Whether the result has a row for each rank.
         """
 
         def exchange_leaf(x: Array) -> Array:
-            if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
-                return collective(x, root=self.group.last, comm=self.group.comm)
-            bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-            return lax.bitcast_convert_type(exchange_leaf(bits), x.dtype)
+            rows = x if takes_rows else x[None]
+            words = bits(rows)  # [n, k]
+            words = words if takes_rows else words[0]
+            words = collective(words, root=self.group.last, comm=self.group.comm)
+            out = from_bits(words if gives_rows else words[None], rows)
+            return out if gives_rows else out[0]
 
         return jax.tree.map(exchange_leaf, tree)
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.core import checks
 from jaxbuf.core.donation import is_donated
+from jaxbuf.core.leaves import from_host
 from jaxbuf.core.program import compiler_options
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.sizes import check_count
@@ -183,9 +184,8 @@ def _insert(
     manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
 ) -> tuple[Manager, Reply]:
     """Stores and scores a batch as ``_take`` does; the reply has the slots of the rows."""
-    manager, scores, slots = manager.insert(
-        batch.items, score=batch.score, mask=mask, sender=sender
-    )
+    items = from_host(manager.buffer.data, batch.items)
+    manager, scores, slots = manager.insert(items, score=batch.score, mask=mask, sender=sender)
     # Workers send no empty batches. A constant needs no kernel of its own in this program.
     return manager, Reply(scores, manager.baseline_value(), jnp.bool_(True), slots)
 

@@ -27,6 +27,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxbuf.core.leaves import on_host, to_host
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -111,7 +113,7 @@ class Schema:
             rows.
 
     Attributes:
-        leaves: Shapes and dtypes.
+        leaves: Shapes and dtypes on a host; see ``jaxbuf.core.leaves``.
         starts: The byte of the first piece at which each array begins; None for large arrays.
         size: The bytes of the first piece, header included.
         treedef: The structure of the arrays.
@@ -121,8 +123,8 @@ class Schema:
     """
 
     def __init__(self, tree: PyTree, rows: int | None = None) -> None:
-        leaves, self.treedef = jax.tree.flatten(tree)
-        self.leaves = [jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for x in leaves]
+        flat, self.treedef = jax.tree.flatten(tree)
+        self.leaves = [on_host(x) for x in flat]
         self.rows = rows
         self.starts: list[int | None] = []
         self.size = HEADER.itemsize
@@ -132,7 +134,7 @@ class Schema:
             self.size = self.size if size >= _LARGE else start + size
         names = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
         self.names = names
-        described = [(leaf.shape, leaf.dtype.name) for leaf in self.leaves]
+        described = [(tuple(x.shape), x.dtype.name) for x in flat]
         self.checksum = zlib.crc32(repr((names, described)).encode())
 
     def fault(self, arrays: list[np.ndarray]) -> str:
@@ -316,7 +318,7 @@ class Channel:
         parts = [memory.first[: schema.size]]
         views, _ = memory.arrays(kind, schema)
         for view, start, leaf in zip(views, schema.starts, jax.tree.leaves(tree), strict=True):
-            array = np.asarray(leaf)
+            array = to_host(leaf)
             if start is None:
                 parts.append(_bytes(array))
             elif array.shape == view.shape:

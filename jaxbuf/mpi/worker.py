@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_not_donated
+from jaxbuf.core.leaves import to_host
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
@@ -470,7 +471,7 @@ class Worker:
         if count:
             # The next add donates the state, so its rows are copied.
             batch = Batch(self._state.items, self._state.score)
-            batch = jax.tree.map(lambda x: np.asarray(x)[:kept].copy(), batch)
+            batch = jax.tree.map(lambda x: to_host(x)[:kept].copy(), batch)
             self._send_batch(batch, np.asarray(mask)[:kept])
 
     def _send_batch(self, batch: Batch, mask: np.ndarray) -> None:
