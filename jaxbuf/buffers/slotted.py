@@ -300,7 +300,8 @@ class SlottedBuffer(Buffer):
         Args:
             path: The name of the field, as for ``set_field``.
             fn: A function of items, leaves ``[B, *shape]``, which returns their new values; of a
-                ``TrajectoryBuffer`` it gets single steps, without an axis of time. For an empty
+                ``TrajectoryBuffer`` it gets single steps, without an axis of time. Integers and
+                bools must have the dtype that is stored; floats may be weakly typed. For an empty
                 slot it gets some item a second time, and the result is dropped, so the cost does
                 not depend on how many slots are empty.
             batch_size: The number ``B`` of items for each call; static.

@@ -98,7 +98,7 @@ def map_field(
 
         old = jax.tree.map(batch_of, fields.replace(data, path, field))  # [B, ...]
         result = fn(trees.choose(mask, old, spare))
-        new, _ = storage.check(field, result, "fn(items)", (batch_size,))
+        new, _ = storage.check(field, result, "fn(items)", (batch_size,), computed=True)
         new = trees.choose(mask, new, fields.stored(old, path, ""))
         field = jax.tree.map(
             lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, start, 0), field, new

@@ -144,6 +144,24 @@ def may_become(got: Dtype, want: Dtype) -> bool:
     return _KINDS[_kind(got)] <= _KINDS[_kind(want)]
 
 
+def computed_as(got: jax.ShapeDtypeStruct | Array, dtype: Dtype) -> bool:
+    """Returns whether numbers that a function of the caller returns may be stored as ``dtype``.
+
+    Weakly typed ones may become those of any floating dtype. Those of an integer dtype must have it
+    already: while they are traced nobody can see whether they fit, and -1 would be stored as 255.
+
+    Example:
+        >>> minus_one = jnp.asarray(-1)  # weakly typed, and int32 by default
+        >>> [computed_as(minus_one, np.dtype(name)) for name in ("float16", "int32", "uint8")]
+        [True, True, False]
+    """
+    if got.dtype == dtype:
+        return True
+    return (
+        bool(got.weak_type) and jnp.issubdtype(dtype, jnp.floating) and may_become(got.dtype, dtype)
+    )
+
+
 def counts_as(value: object, dtype: Dtype) -> bool:
     """Returns whether these are NumPy's numbers of 64 bits, and ``dtype`` the one of 32 bits.
 
@@ -311,7 +329,7 @@ def _may_overflow(got: Dtype, dtype: Dtype, infinite: bool) -> bool:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return True
     if jnp.issubdtype(got, jnp.integer):
-        return bool(jnp.iinfo(got).max > jnp.finfo(dtype).max)
+        return jnp.iinfo(got).max > float(jnp.finfo(dtype).max)
     return not infinite
 
 

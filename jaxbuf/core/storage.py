@@ -92,6 +92,8 @@ def check(
     axes: Sequence[str | int],
     skip: int = 1,
     hint: str = "",
+    *,
+    computed: bool = False,
 ) -> tuple[PyTree[Array], tuple[int, ...]]:
     """Checks a batch of items against the storage that is to hold them.
 
@@ -102,6 +104,7 @@ def check(
         axes: The leading axes. Each is a length, or a name for a length that all leaves share.
         skip: Number of leading axes of the storage's leaves.
         hint: What to add to an error about a shape.
+        computed: Whether a function of the caller returned the items; see ``numbers.computed_as``.
 
     Returns:
         The items as arrays of the storage's dtypes, in its structure, and the lengths of the
@@ -144,6 +147,8 @@ def check(
                 )
         owner = owner or label
         loose = got.weak_type and numbers.may_become(got.dtype, dtype)
+        if computed:
+            loose = numbers.computed_as(got, dtype)
         if got.dtype != dtype and not (loose or numbers.counts_as(leaf, dtype)):
             raise ValueError(
                 f"{label} has dtype {numbers.given_dtype(leaf, got.dtype)}; expected {dtype} (cast "

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, PyTree, Shaped
 
-from jaxbuf.core import trees
+from jaxbuf.core import numbers, trees
 
 _MODES = ("NextStep", "SameStep", "Disabled")
 
@@ -191,14 +191,19 @@ def _with_final(obs: PyTree, infos: dict[str, Any], ended: Bool[np.ndarray, " E"
             root = "infos['final_obs']" + ("" if batched else f"[{env}]")
             value = _follow(final if batched else final[env], path, root)
             value = value[env] if batched else value
+            name = f"{root}{jax.tree_util.keystr(path)} of environment {env}"
             shape = np.shape(value)
             if value is None or shape != filled.shape[1:]:
                 actual = "None" if value is None else f"of shape {shape}"
                 raise ValueError(
-                    f"{root}{jax.tree_util.keystr(path)} of environment {env} is {actual}; "
-                    f"expected shape {filled.shape[1:]}, as in the observations"
+                    f"{name} is {actual}; expected shape {filled.shape[1:]}, as in the observations"
                 )
-            filled[env] = value
+            row = numbers.convert(np.asarray(value), name, filled.dtype)
+            if row.dtype != filled.dtype:
+                raise ValueError(
+                    f"{name} is {row.dtype}; expected {filled.dtype}, as in the observations"
+                )
+            filled[env] = row
         return filled
 
     return jax.tree_util.tree_map_with_path(fill, obs)

@@ -57,7 +57,9 @@ def hindsight(
             one. The default is ``T``. A row is not relabeled unless ``t < length``.
         reward_fn: A function of the goals that the rows of the batch achieved and of the desired
             goals, leaves ``[B, *goal]`` or ``[B, L, *goal]``. It returns rewards ``[B]`` or
-            ``[B, L]``. It is called at each call, and traced with the rest of your own ``jax.jit``.
+            ``[B, L]`` in the dtype that is stored: only floats may be weakly typed, as those of
+            ``jnp.where(reached, 0.0, -1.0)`` are. It is called at each call, and traced with the
+            rest of your own ``jax.jit``.
         strategy: The source of new goals, from which they are drawn uniformly: ``"final"`` takes
             the last goal that the episode achieved, ``"future"`` a goal that it achieved at ``t``
             or later, ``"episode"`` a goal that it achieved at any time, and ``"random"`` a goal
@@ -68,7 +70,7 @@ def hindsight(
         achieved: Name of the goals that the batch achieved; dots lead into nested fields.
         goal: Name of the goals asked for, or several names where, say, the next observation holds
             the goal too.
-        reward: Name of the rewards, ``[B]`` or ``[B, L]`` floats.
+        reward: Name of the rewards, ``[B]`` or ``[B, L]``.
 
     Returns:
         The batch with new goals and rewards, and which of its rows have them, ``[B]``.
@@ -266,7 +268,7 @@ def _check_goals(
 def _check_rewards(value: object, rewards: Array) -> Array:
     """Returns the output of a reward function, after checking its shape and dtype."""
     earned = jnp.asarray(numbers.narrow(value, "reward_fn(achieved, goal)", lambda: rewards))
-    if earned.shape != rewards.shape or (earned.dtype != rewards.dtype and not earned.weak_type):
+    if earned.shape != rewards.shape or not numbers.computed_as(earned, rewards.dtype):
         raise ValueError(
             f"reward_fn gives {earned.dtype} of shape {earned.shape}; expected {rewards.dtype} of "
             f"shape {rewards.shape}, as the rewards are stored"

@@ -505,6 +505,23 @@ def test_map_field_checks_what_fn_returns():
     assert whole.data["number"].tolist() == [0, 2, 4, 6, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bool", "float16"])
+def test_what_fn_computes_is_not_cast_to_another_kind(dtype):
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros((), dtype), 4).add(jnp.zeros(3, dtype))
+    for number in (-1, -0.5):
+
+        def fn(rows, number=number):
+            return jnp.where(rows.astype(bool), 1, number)  # weakly typed
+
+        if dtype == "float16":
+            assert buffer.map_field(None, fn).data.tolist() == [number] * 3 + [0]
+        else:
+            with pytest.raises(ValueError, match=rf"fn\(items\) has dtype .*; expected {dtype}"):
+                buffer.map_field(None, fn)
+    strong = buffer.map_field(None, lambda rows: (~rows.astype(bool)).astype(dtype))
+    assert strong.data.tolist() == [1, 1, 1, 0]
+
+
 # --- windows
 
 STEP = {

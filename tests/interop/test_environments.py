@@ -195,6 +195,21 @@ def test_last_observations_that_do_not_fit_are_named(final, message):
         gymnasium_transitions(SAME, obs, np.zeros(2), result)
 
 
+def test_last_observations_are_not_cast_to_another_kind():
+    obs, ended = np.zeros((2, 2), np.uint8), np.array([False, True])
+    for final, message in (
+        ([None, [0.5, 1]], r"final_obs'\]\[1\] of environment 1 is float64; expected uint8"),
+        (
+            [None, np.array([7, 300])],
+            r"environment 1\[1\] is 300; expected an integer from 0 to 255",
+        ),
+        (np.full((2, 2), -1), r"environment 1\[0\] is -1; expected an integer from 0"),
+    ):
+        result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
+        with pytest.raises(ValueError, match=message):
+            gymnasium_transitions(SAME, obs, np.zeros(2), result)
+
+
 def test_resets_are_told_from_transitions_or_refused():
     envs = SyncVectorEnv([functools.partial(Diary, 0, False)])
     obs, _ = envs.reset()

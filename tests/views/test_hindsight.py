@@ -380,6 +380,37 @@ def test_another_fraction_does_not_retrace():
 
 
 WIDE = jnp.zeros((ROWS, STEPS, 2), jnp.int32)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "bool", "float16"])
+def test_rewards_are_not_cast_to_another_kind(dtype, jitted):
+    rewards = jnp.ones((2, 3), dtype)
+    batch = {"goal": jnp.zeros((2, 3)), "achieved_goal": jnp.zeros((2, 3)), "reward": rewards}
+
+    def relabel(compute):
+        new, _ = jaxbuf.hindsight(
+            jax.random.key(0), batch, jnp.ones((2, 4)), jnp.array([0, 1]), fraction=1.0,
+            reward_fn=lambda achieved, goal: compute(achieved == goal),
+        )  # fmt: skip
+        return new["reward"]
+
+    call = jax.jit(relabel, static_argnums=0) if jitted else relabel
+    for number in (-1, -0.5):
+
+        def weak(reached, number=number):
+            return jnp.where(reached, 0, number)
+
+        fits = {"float16": True, "int32": number == -1}.get(dtype, False)
+        if fits:
+            assert (call(weak) == jnp.asarray(number, dtype)).all()
+        else:
+            with pytest.raises(ValueError, match=r"reward_fn.* is -1; exp|reward_fn gives .*; exp"):
+                call(weak)
+    stored = call(lambda reached: (~reached).astype(dtype))
+    assert (stored.dtype, stored.tolist()) == (rewards.dtype, [[1] * 3] * 2)
+
+
 BAD = [
     (
         {},
