@@ -452,6 +452,80 @@ def test_brax_keeps_last_observations_with_a_wrapper():
     np.testing.assert_array_equal(steps["next_obs"], steps["obs"] + 1)
 
 
+class FullReset(AutoReset):
+    """As MuJoCo Playground's ``full_reset=True``, which keeps one entry of ``info``."""
+
+    def __init__(self, env, kept):
+        super().__init__(env)
+        self.kept, self.action_size = kept, 1
+
+    def step(self, state, action):
+        after = self.env.step(state, action)
+        fresh = self.env.reset(jnp.zeros((after.done.size, 2), jnp.uint32))
+
+        def choose(new, old):
+            done = after.done.reshape(-1, *(1,) * (new.ndim - 1)) > 0
+            return jnp.where(done, new, old)
+
+        info = jax.tree.map(choose, fresh.info, after.info)
+        if self.kept in info:
+            info[self.kept] = after.info[self.kept]
+        obs, number = (
+            choose(getattr(fresh, name), getattr(after, name)) for name in ("obs", "pipeline_state")
+        )
+        return after.replace(obs=obs, pipeline_state=number, info=info)
+
+
+@pytest.mark.parametrize("kept", ["AutoResetWrapper_preserve_info", "another"])
+@pytest.mark.parametrize("wrapper", [FinalObs, lambda env: env], ids=["final", "plain"])
+def test_brax_rows_are_masked_if_info_is_of_another_episode(wrapper, kept):
+    steps, mask = play_brax(FullReset(wrapper(Count()), kept), 2, 11)
+    ends = np.array([[False, True] * 5 + [False], ([False] * 4 + [True]) * 2 + [False]])
+    if wrapper is FinalObs and kept == "AutoResetWrapper_preserve_info":
+        assert mask.all()
+        np.testing.assert_array_equal(steps["terminated"], ends * [[True], [False]])
+        np.testing.assert_array_equal(steps["truncated"], ends * [[False], [True]])
+        np.testing.assert_array_equal(steps["next_obs"], steps["obs"] + 1)
+    else:
+        np.testing.assert_array_equal(mask, ~ends)
+        rows = jax.tree.map(lambda leaf: leaf[mask], steps)
+        np.testing.assert_array_equal(rows["next_obs"], rows["obs"] + 1)
+
+
+def test_brax_metrics_tell_an_episode_that_has_just_begun():
+    """MuJoCo Playground keeps the number of steps as well, but not the length of the episode."""
+    before = types.SimpleNamespace(obs=jnp.zeros((3, 1)))
+    info = {
+        "truncation": jnp.zeros(3),
+        "steps": jnp.full(3, 5.0),
+        "episode_metrics": {"length": jnp.array([0.0, 5.0, 0.0])},
+    }
+    after = types.SimpleNamespace(
+        obs=jnp.ones((3, 1)), reward=jnp.ones(3), done=jnp.array([1.0, 1.0, 0.0]), info=info
+    )
+    _, mask = brax_transitions(before, jnp.zeros((3, 1)), after)
+    assert mask.tolist() == [False, True, True]
+
+
+def test_brax_wrappers_in_another_order_and_other_keys_are_refused():
+    def reset(keys, **info):
+        obs = jnp.zeros((2, 3))
+        return State(
+            obs, obs, obs[:, 0], obs[:, 0], {}, {"steps": jnp.zeros(keys.shape[:-1]), **info}
+        )
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    env = types.SimpleNamespace(reset=reset)
+    with pytest.raises(
+        ValueError, match=r"shape \(\) and .* \(2,\).*jax\.random\.key_data\(keys\)"
+    ):
+        FinalObs(env).reset(keys)
+    assert FinalObs(env).reset(jax.random.key_data(keys)).info["steps"].shape == (2,)
+    env.reset = functools.partial(reset, first_obs=jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match="FinalObs is around an auto-reset"):
+        FinalObs(env).reset(jax.random.key_data(keys))
+
+
 # brax and what it imports warn of their own future, and mujoco's bindings of SWIG.
 @pytest.mark.filterwarnings("ignore")
 def test_brax_itself():
@@ -466,6 +540,9 @@ def test_brax_itself():
         env = training.AutoResetWrapper(wrapper(env))
         with lenient():
             steps, mask = play_brax(env, 2, 12)
+            if wrapper is FinalObs:
+                with pytest.raises(ValueError, match=r"jax\.random\.key_data\(keys\)"):
+                    jax.eval_shape(env.reset, jax.random.split(jax.random.key(0), 2))
         limit = np.arange(12) % 5 == 4
         np.testing.assert_array_equal(steps["truncated"], np.broadcast_to(limit, (2, 12)))
         assert not steps["terminated"].any()
