@@ -181,8 +181,10 @@ def explain_memory(
 
     Args:
         fn: The function to explain, such as ``jaxbuf.add``, a training step, or a method of a
-            buffer, which is then the first argument. A function that ``jax.jit`` returned keeps
-            its own donated and static arguments.
+            buffer, which is then the first argument. A function that ``jax.jit`` or flax's
+            ``nnx.jit`` returned keeps its own donated and static arguments. Pass buffers as
+            arguments of their own: nnx takes a module apart, so that a buffer inside of it is only
+            arrays without names.
         *args: The arguments of the function.
         donate_argnums: Positions of arguments that it may overwrite, as in ``jax.jit``; ``()`` for
             none.
@@ -194,7 +196,8 @@ def explain_memory(
         arguments; on all arguments if there are no such leaves.
 
     Raises:
-        ValueError: If ``smallest`` is below 1, or ``fn`` is not a function.
+        ValueError: If ``smallest`` is below 1, or ``fn`` is not a function, or one of equinox's
+            ``filter_jit``; the message says what to pass in place of that one.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -224,7 +227,16 @@ def compile_step(
     owner = getattr(fn, "__self__", None)
     if _is_buffer(owner):
         fn, args = getattr(fn, "__func__", fn), (owner, *args)
+    if hasattr(getattr(fn, "func", None), "lower") and not fn.keywords:
+        # A compiled method of a module, or a compiled function with some of its arguments.
+        fn, args = fn.func, (*fn.args, *args)
     jitted: Any = fn
+    if hasattr(fn, "lower") and not hasattr(fn, "trace"):
+        raise ValueError(
+            f"fn is {checks.name_of(fn)}, which hides its arguments from JAX, as a function of "
+            "equinox.filter_jit does; pass jax.jit(fn.__wrapped__, donate_argnums=...) in its "
+            "place, with arrays as the only leaves of its arguments"
+        )
     if not hasattr(fn, "trace"):
         # JAX caches the trace of ``fn`` itself, but the variables that it closes over may change.
         @functools.wraps(fn)
@@ -236,6 +248,8 @@ def compile_step(
         # The report has the arguments whose donation has no effect.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*args)
+        # flax's nnx.jit has stages of its own around those of JAX.
+        traced = getattr(traced, "traced", traced)
         lowered = traced.lower()
         compiled = lowered.compile()
     # The program has no parameter for an unused argument.

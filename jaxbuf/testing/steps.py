@@ -31,8 +31,8 @@ def assert_no_copy(
     ``assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)``.
 
     Args:
-        step: The step; its first argument is donated. A function that ``jax.jit`` returned keeps
-            its own donated and static arguments.
+        step: The step; its first argument is donated. A function that ``jax.jit`` or flax's
+            ``nnx.jit`` returned keeps its own donated and static arguments.
         buffer: A buffer, or a training state with buffers in it, as arrays or as the shapes that
             ``jax.eval_shape`` returns.
         *args: Other arguments of the step.
@@ -41,7 +41,8 @@ def assert_no_copy(
 
     Raises:
         AssertionError: If a leaf is copied. The message names it, says how often, and what helps.
-        ValueError: If no leaf has at least ``smallest`` bytes, so that nothing would be checked.
+        ValueError: If no leaf has at least ``smallest`` bytes, so that nothing would be checked,
+            or ``step`` is one of equinox's ``filter_jit``.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf, jaxbuf.testing

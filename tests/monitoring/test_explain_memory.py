@@ -5,8 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jaxbuf
+import jaxbuf.testing
 from benchmarks.hlo import Work, work
 from jaxbuf.testing import hlo
 
@@ -145,6 +147,34 @@ def test_a_jitted_function_keeps_its_own_donation():
     assert all(leaf.name.startswith("state") for leaf in report.leaves)
 
 
+class Agent(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(7, 1, rngs=nnx.Rngs(0))
+
+    def learn(self, buffer, rows):
+        return buffer.add(rows), self.layer(rows["obs"]).sum()
+
+    learn_in_place = nnx.jit(learn, donate_argnames="buffer")
+
+
+def test_functions_of_nnx_keep_their_own_donation():
+    buffer, agent = create(), Agent()
+    given = functools.partial(jax.jit(lambda _, old, new: old.add(new), donate_argnums=1), 1.0)
+    for step, args in (
+        (nnx.jit(Agent.learn, donate_argnums=1), (agent, buffer, items())),
+        (agent.learn_in_place, (buffer, items())),
+        (given, (buffer, items())),
+    ):
+        report = jaxbuf.explain_memory(step, *args)
+        assert report.copied == ()
+        assert set(LARGE) <= set(short(report.in_place))
+        jaxbuf.testing.assert_no_copy(step, *args)
+    copying = nnx.jit(Agent.learn)
+    assert "buffer.data['obs']" in jaxbuf.explain_memory(copying, agent, buffer, items()).copied
+    with pytest.raises(AssertionError, match=r"buffer.data\['obs'\] .* is copied"):
+        jaxbuf.testing.assert_no_copy(copying, agent, buffer, items())
+
+
 def test_arguments_have_their_names_also_beside_defaults_and_static_ones():
     def step(buffer, rows, scale=2.0, *more, power=1):
         return buffer.add(rows), scale * power, more
@@ -196,6 +226,25 @@ def test_without_buffers_all_arguments_are_looked_at():
     report = jaxbuf.explain_memory(lambda x, y: x + y, jnp.zeros(999), 1.0, donate_argnums=())
     assert report.read == ("x", "y")
     assert jaxbuf.explain_memory(lambda x: x + 1, jnp.zeros(999)).in_place == ("x",)
+
+
+class Hidden:
+    """A compiled function that has no ``trace``, like those of equinox.filter_jit."""
+
+    __wrapped__ = staticmethod(lambda buffer, rows: buffer.add(rows))
+
+    def __call__(self, *args):
+        return self.__wrapped__(*args)
+
+    def lower(self, *args):
+        return jax.jit(lambda leaves: leaves).lower(jax.tree.leaves(args))
+
+
+def test_a_function_that_hides_its_arguments_is_refused_with_what_to_pass():
+    for tool in (jaxbuf.explain_memory, jaxbuf.testing.assert_no_copy):
+        with pytest.raises(ValueError, match=r"fn is a Hidden, .* pass jax.jit\(fn.__wrapped__"):
+            tool(Hidden(), create(), items())
+        tool(jax.jit(Hidden().__wrapped__, donate_argnums=0), create(), items())
 
 
 def test_bad_input():
