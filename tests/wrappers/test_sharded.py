@@ -1,6 +1,7 @@
 """`jaxbuf.Sharded`: what needs no devices here, and a process that has eight for the rest."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -230,6 +231,41 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do(name):
     create, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         create()
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_padded_rows_fill_all_shards_as_the_error_says(count, buffer):
+    buffer = buffer.clear()
+    with pytest.raises(ValueError, match="let the shards take turns") as error:
+        jaxbuf.add(buffer, {"at": np.arange(count, dtype=np.int32)})
+    said = re.search(r"pad to (\d+) .* roll .* by t % (\d+) \* (\d+) rows", str(error.value))
+    rows, shards, each = map(int, said.groups())
+    model = [[] for _ in range(S)]
+    for t in range(20):
+        at = np.roll(np.arange(t * rows, (t + 1) * rows, dtype=np.int32), t % shards * each)
+        mask = np.roll(np.arange(rows) < count, t % shards * each)
+        buffer = jaxbuf.add(buffer, {"at": at}, mask=mask)
+        for k in range(S):
+            model[k] += at.reshape(S, -1)[k][mask.reshape(S, -1)[k]].tolist()
+        sizes = [min(len(shard), N) for shard in model]
+        told = jax.device_get(buffer.metrics())
+        assert (told["shard_size_min"], told["shard_size_max"]) == (min(sizes), max(sizes))
+        # In each round of turns, all shards get as many rows.
+        assert (t + 1) % S or len(set(sizes)) == 1
+    assert sum(sizes) == min(20 * count, S * N)
+    for k, row in enumerate(np.asarray(buffer.shards.data["at"])):
+        assert set(row[: sizes[k]].tolist()) == set(model[k][-N:])
+
+
+def test_rows_of_rings_that_do_not_divide():
+    rings = jaxbuf.Sharded.create(
+        lambda: jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4), mesh(), "data", shards=S
+    )
+    with pytest.raises(ValueError, match=r"or pad to 8 .* put these into different shards"):
+        rings.add(jnp.arange(6))
+    rings = rings.add(jnp.arange(8), mask=~np.isin(np.arange(8), [5, 7]))
+    told = jax.device_get(rings.metrics())
+    assert (told["shard_size_min"], told["shard_size_max"], told["size"]) == (1, 2, 6)
 
 
 def test_rows_that_do_not_divide_are_refused(buffer):

@@ -362,7 +362,9 @@ def metrics(buffer: ShardedFields) -> dict[str, Array]:
                 return jnp.sum(value, dtype=value.dtype)
             return _join_metric(name, per_shard, count)
 
-        return {name: join(name, value) for name, value in per_shard.items()}
+        sizes = per_shard["size"]
+        extremes = {"shard_size_min": jnp.min(sizes), "shard_size_max": jnp.max(sizes)}
+        return {name: join(name, value) for name, value in per_shard.items()} | extremes
 
     return run_on_devices(buffer, body, out=jax.P())
 

@@ -181,6 +181,11 @@ class Sharded(SlottedBuffer, ShardedFields):
     def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
         """Adds rows: the first ``B / S`` rows to the first shard, and so on.
 
+        If ``S`` does not divide the number of your rows, pad them with rows that are masked out,
+        and let the shards take turns: in call ``t`` roll all leaves and the mask by ``t * B / S``
+        rows. Rows that are padded at the same places each time always miss the same shards, whose
+        capacity is then lost. A single row needs ``mask=jnp.arange(S) == t % S``.
+
         Args:
             items: Items, leaves ``[B, ...]``, or steps for ``TrajectoryBuffer`` shards with ``B``
                 environments in total; ``B`` is a multiple of ``S``.
@@ -228,7 +233,7 @@ class Sharded(SlottedBuffer, ShardedFields):
             if not np.ndim(leaf):
                 raise ValueError(f"{argument} has shape (); expected a row for each item, (B, ...)")
             if path[0].key == "items":
-                self._check_rows(argument, np.shape(leaf)[0])
+                self._check_rows(argument, np.shape(leaf)[0], to_add=True)
         try:
             return on_shards.add_rows(self, add_block, items, arguments)
         except (TypeError, ValueError):
@@ -354,7 +359,8 @@ class Sharded(SlottedBuffer, ShardedFields):
 
         Counts are summed, minima and maxima are taken over the shards, and means are weighted by
         size. ``effective_sample_size`` is left out, because it cannot be computed from the values
-        of the shards.
+        of the shards. ``shard_size_min`` and ``shard_size_max`` are the sizes of the smallest and
+        the largest shard. If they grow apart, see ``add``.
         """
         return on_shards.metrics(self)
 
@@ -382,10 +388,20 @@ class Sharded(SlottedBuffer, ShardedFields):
         mask = mask_of(envs, num_local(self.shards) * self.shards.num_envs)
         return on_shards.change_envs(self, mask, change)
 
-    def _check_rows(self, name: str, rows: int) -> None:
+    def _check_rows(self, name: str, rows: int, *, to_add: bool = False) -> None:
         """Raises ValueError if rows cannot be split evenly among the shards of this device."""
-        advice = "; pad with rows that are masked out"
-        _check_multiple(f"{name} has {rows} rows", rows, num_local(self.shards), advice)
+        count = num_local(self.shards)
+        each = -(-rows // count)  # rows of a shard
+        advice = f", or pad to {each * count} with rows that are masked out"
+        if to_add:
+            advice += "; block k goes to shard k, so "
+            advice += (
+                "put these into different shards"
+                if self.shards.num_envs
+                else "let the shards take turns: in call t, roll all leaves and the mask by "
+                f"t % {count} * {each} rows"
+            )
+        _check_multiple(f"{name} has {rows} rows", rows, count, advice)
 
 
 def _check_multiple(what: str, rows: int, count: int, advice: str = "") -> None:
