@@ -12,6 +12,7 @@ from jaxbuf.interop import flashbax
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*GUIDES, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
 OWNERS = [
     jaxbuf,
     jaxbuf.ItemBuffer,
@@ -90,6 +91,34 @@ def test_stories_and_tables_link_to_each_other(name):
     anchor = re.search(r"\]\(moving\.md#([\w-]+)\)", story)[1]
     section = next(part for part in table.split("\n## ") if part.lower().startswith(f"{anchor}\n"))
     assert f"(from_{name}.md)" in section
+
+
+def misplaced(text):
+    """Returns the lines of programs that stand outside of a code fence, and a fence left open."""
+    found, fence = [], ""
+    for line in text.splitlines():
+        mark = re.match(r"\s*(`{3,}|~{3,})", line)
+        if mark:
+            fence = "" if fence else line
+        elif not fence and re.match(r"\s*(>>>|\.\.\.)( |$)", line):
+            found.append(line)
+    return found + [fence] * bool(fence)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_programs_stand_in_code_fences(path):
+    assert not misplaced(path.read_text())
+
+
+def test_misplaced_programs_are_found():
+    inside = "Text:\n\n```python\n>>> 1\n1\n\n```\n"
+    assert not misplaced(inside)
+    assert misplaced(inside.replace("```python\n", "").replace("```\n", "")) == [">>> 1"]
+    assert misplaced(inside + "* a list:\n\n  >>> for i in x:\n  ...     pass\n") == [
+        "  >>> for i in x:",
+        "  ...     pass",
+    ]
+    assert misplaced(inside.removesuffix("```\n")) == ["```python"]
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.name)

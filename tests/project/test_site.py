@@ -129,7 +129,7 @@ def test_prompts_are_marked_so_that_they_are_not_copied(site):
         assert '<span class="o">&gt;&gt;&gt;</span>' not in text, path.name
         assert "stylesheets/prompts.css" in text
     assert "[data-md-copying] .gp" in (site / "stylesheets/prompts.css").read_text()
-    for path in (site / "reference").glob("*.html"):
+    for path in [*(site / "guides").glob("*.html"), *(site / "reference").glob("*.html")]:
         # Prompts that were taken for prose are quotations.
         assert "<blockquote>" not in path.read_text(), path.name
 
