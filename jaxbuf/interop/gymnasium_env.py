@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, PyTree, Shaped
+from jaxtyping import Bool, Int, PyTree, Shaped
 
 from jaxbuf.core import numbers, trees
 
 _MODES = ("NextStep", "SameStep", "Disabled")
+# The frames of all games of an environment so far, and those of the present one.
+_FRAMES = ("frame_number", "episode_frame_number")
 
 
 class VectorStep(NamedTuple):
@@ -20,7 +22,8 @@ class VectorStep(NamedTuple):
         transitions: A dict with ``obs``, ``action``, ``reward``, ``terminated``, ``truncated`` and
             ``next_obs``, leaves ``[E, ...]``. ``next_obs`` is what the action led to: at the end of
             an episode its last observation, never the first one of the next.
-        mask: True for transitions, False for resets, ``[E]``.
+        mask: True for transitions, False for resets, and for rows of which nobody knows whether
+            ``next_obs`` is what the action led to, ``[E]``.
         obs: The observations to act on next, leaves ``[E, ...]``.
         ended: True for episodes that ended with this step, ``[E]``; for the next call.
     """
@@ -49,6 +52,10 @@ def gymnasium_transitions(
     that have ended, with ``envs.reset(options={"reset_mask": step.ended})``, and go on with what
     that returns.
 
+    ale-py's ``AtariVectorEnv(life_loss_info=True)`` says terminated at each lost life, but resets
+    nothing until the game is over. The frames that it counts in the infos tell one from the other,
+    by comparison with those of the step before, which ``ended`` brings along.
+
     Args:
         envs: A ``gymnasium.vector.VectorEnv``, of Gymnasium 1.1 or newer.
         obs: The observations that the actions were chosen for, leaves ``[E, ...]``. Mappings of
@@ -56,12 +63,16 @@ def gymnasium_transitions(
         action: The actions, leaves ``[E, ...]``.
         result: The result of ``envs.step(action)``.
         ended: ``VectorStep.ended`` of the step before; None after ``envs.reset``. It must be given
-            in mode *next step*, where nothing else tells resets from transitions.
+            in mode *next step*, where nothing else tells resets from transitions. In mode *same
+            step* of an ``AtariVectorEnv``, rows at which an episode terminates are masked
+            without it.
 
     Raises:
         ValueError: If the environment does not say how it resets, in mode *next step* ``ended`` is
             not given, or in mode *same step* the last observations are not. They are matched with
-            the observations by name, and the message names one that is missing.
+            the observations by name, and the message names one that is missing. Or if the results
+            are those of some of the environments only, as in the asynchronous mode of envpool and
+            of ale-py, where they belong to other observations and actions.
 
     Example:
         >>> import gymnasium, jaxbuf
@@ -85,9 +96,11 @@ def gymnasium_transitions(
     """
     next_obs, reward, terminated, truncated, infos = result
     mode = _mode(envs)
+    _check_order(envs, infos)
     terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
     ends = terminated | truncated
-    mask = np.ones(ends.shape, bool)
+    mask, frames = np.ones(ends.shape, bool), _frames(infos)
+    goes_on = _goes_on(ended, frames)
     if mode == "NextStep" and ended is not None:
         if isinstance(ended, EllipsisType):
             raise ValueError(
@@ -97,9 +110,17 @@ def gymnasium_transitions(
         mask = ~np.asarray(ended, bool)
         if mask.shape != ends.shape:
             raise ValueError(f"ended has shape {mask.shape}; expected {ends.shape}")
+        mask = mask if goes_on is None else mask | goes_on
     last = _observations(next_obs)
     if mode == "SameStep" and ends.any():
-        last = _with_final(last, infos, ends)
+        replaced = ends
+        if "_final_obs" in infos:
+            replaced = ends & np.asarray(infos["_final_obs"], bool)
+        elif goes_on is not None:
+            replaced = ends & ~goes_on
+        elif frames is not None:
+            mask = truncated | ~ends
+        last = _with_final(last, infos, replaced)
     transitions = {
         "obs": _observations(obs),
         "action": action,
@@ -108,7 +129,71 @@ def gymnasium_transitions(
         "truncated": truncated,
         "next_obs": last,
     }
-    return VectorStep(transitions, mask, next_obs, ends)
+    return VectorStep(transitions, mask, next_obs, _Ended.of(ends, frames))
+
+
+class _Ended(np.ndarray):
+    """``VectorStep.ended``, with what tells in the next step whether a game has gone on.
+
+    Attributes:
+        frames: The numbers of ``_FRAMES``, ``[2, E]``; None if the infos do not have them, or where
+            NumPy has made an array from this one.
+    """
+
+    frames: Int[np.ndarray, "2 E"] | None = None
+
+    @classmethod
+    def of(cls, ended: Bool[np.ndarray, " E"], frames: Int[np.ndarray, "2 E"] | None) -> np.ndarray:
+        """Returns the flags as they are, or with the frames if there are any."""
+        if frames is None:
+            return ended
+        flags = ended.view(cls)
+        flags.frames = frames
+        return flags
+
+
+def _frames(infos: dict[str, Any]) -> Int[np.ndarray, "2 E"] | None:
+    """Returns the frames that each environment has counted; None if it does not count them."""
+    if not all(_is_native(infos, name) for name in _FRAMES):
+        return None
+    return np.stack([np.asarray(infos[name]) for name in _FRAMES])
+
+
+def _goes_on(ended: object, frames: Int[np.ndarray, "2 E"] | None) -> Bool[np.ndarray, " E"] | None:
+    """Returns whether each game is that of the step before: both of its counts grew alike."""
+    before = getattr(ended, "frames", None)
+    if before is None or frames is None or before.shape != frames.shape:
+        return None
+    total, within = frames - before
+    return (total == within) & (within > 0)
+
+
+def _is_native(infos: dict[str, Any], name: str) -> bool:
+    """Returns whether the infos have rows of this name for all environments.
+
+    Gymnasium itself adds a mask to infos that it has collected from single environments.
+    """
+    return name in infos and f"_{name}" not in infos
+
+
+def _check_order(envs: Any, infos: dict[str, Any]) -> None:
+    """Checks that a result has the rows of all environments, in order.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    if not _is_native(infos, "env_id") or np.asarray(infos["env_id"]).dtype.kind not in "iu":
+        return
+    ids = np.asarray(infos["env_id"]).reshape(-1)
+    every, count = np.arange(ids.size), getattr(envs, "num_envs", None)
+    if count == ids.size and not np.array_equal(np.sort(ids), every):
+        return  # Names of somebody's own.
+    if count not in (None, ids.size) or not np.array_equal(ids, every):
+        raise ValueError(
+            f"the results are of the environments {ids.tolist()}, and obs and action may be of "
+            "others, as in asynchronous mode; create envs with batch_size=num_envs, so that each "
+            "step returns all of them in order"
+        )
 
 
 def transition_like(envs: Any) -> dict[str, PyTree[jax.ShapeDtypeStruct]]:
@@ -174,8 +259,8 @@ def _mode(envs: Any) -> str:
     return str(value)
 
 
-def _with_final(obs: PyTree, infos: dict[str, Any], ended: Bool[np.ndarray, " E"]) -> PyTree:
-    """Returns the observations, with the final one where an episode ended."""
+def _with_final(obs: PyTree, infos: dict[str, Any], replaced: Bool[np.ndarray, " E"]) -> PyTree:
+    """Returns the observations, with the final one where it was replaced."""
     if "final_obs" not in infos:
         raise ValueError(
             "episodes have ended, but infos have no 'final_obs'; vector environments that reset in "
@@ -187,7 +272,7 @@ def _with_final(obs: PyTree, infos: dict[str, Any], ended: Bool[np.ndarray, " E"
 
     def fill(path: tuple[Any, ...], leaf: Any) -> Any:
         filled = np.array(leaf)
-        for env in np.flatnonzero(ended).tolist():
+        for env in np.flatnonzero(replaced).tolist():
             root = "infos['final_obs']" + ("" if batched else f"[{env}]")
             value = _follow(final if batched else final[env], path, root)
             value = value[env] if batched else value

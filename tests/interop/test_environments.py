@@ -226,6 +226,115 @@ def test_resets_are_told_from_transitions_or_refused():
         assert gymnasium_transitions(envs, obs, np.zeros(1), result).mask.all()
 
 
+class Game:
+    """A game of two lives of 2 to 4 steps, 4 frames each; a diary of all steps that were played."""
+
+    def __init__(self, number, on_loss):
+        self.number, self.on_loss, self.frames, self.diary = number, on_loss, 0, []
+        self.begin()
+
+    def begin(self):
+        self.first, self.lives, self.left, self.is_over = self.frames, 2, 2 + self.number, False
+        self.frames += 1 + self.frames % 3  # waits for a random while, as Atari games do
+
+    def look(self):
+        return np.array([self.number, self.frames], np.float32)
+
+    def step(self, action):
+        before, self.frames, self.left = self.look(), self.frames + 4, self.left - 1
+        lost = self.left == 0
+        if lost:
+            self.lives, self.left = self.lives - 1, 2 + self.number
+        self.is_over = self.lives == 0 or (lost and self.on_loss == "ends")
+        terminated = self.is_over or (lost and self.on_loss == "told")
+        self.diary.append((before, action, 1.0, terminated, False, self.look()))
+        return 1.0, terminated
+
+
+class Games:
+    """What ale-py's ``AtariVectorEnv`` gives: ``final_obs`` has rows that nobody wrote."""
+
+    num_envs, metadata, unwrapped = 3, {}, None
+
+    def __init__(self, mode, on_loss):
+        self.autoreset_mode, self.same = mode, mode == AutoresetMode.SAME_STEP
+        self.envs = [Game(number, on_loss) for number in range(3)]
+
+    def result(self):
+        counts = [(game.frames, game.frames - game.first, game.lives) for game in self.envs]
+        names = ("frame_number", "episode_frame_number", "lives")
+        infos = dict(zip(names, np.array(counts).T, strict=True)) | {"env_id": np.arange(3)}
+        return np.stack([game.look() for game in self.envs]), infos
+
+    def reset(self):
+        return self.result()
+
+    def step(self, action):
+        rewards, terminated, final = np.zeros(3), np.zeros(3, bool), np.full((3, 2), -7.0)
+        for i, game in enumerate(self.envs):
+            if game.is_over:
+                game.begin()
+                continue
+            rewards[i], terminated[i] = game.step(action[i])
+            if game.is_over and self.same:
+                final[i] = game.look()
+                game.begin()
+        obs, infos = self.result()
+        infos |= {"final_obs": final} if self.same and terminated.any() else {}
+        return obs, rewards, terminated, np.zeros(3, bool), infos
+
+
+@pytest.mark.parametrize("on_loss", ["goes on", "told", "ends"])
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_lost_life_resets_a_game_or_does_not(mode, on_loss):
+    envs, rows = Games(mode, on_loss), [[] for _ in range(3)]
+    for step in play(envs, STEPS):
+        for env in np.flatnonzero(step.mask):
+            rows[env].append(jax.tree.map(lambda leaf, env=env: leaf[env], step.transitions))
+    check_diaries(envs, [jax.tree.map(lambda *leaves: np.stack(leaves), *row) for row in rows])
+    lives = [sum(row["terminated"] for row in rows[env]) for env in range(3)]
+    assert min(lives) > 1
+
+
+def test_rows_are_masked_if_nobody_knows_whether_a_game_is_over():
+    envs = Games(AutoresetMode.SAME_STEP, "told")
+    obs, masks = envs.reset()[0], []
+    for _ in range(5):
+        step = gymnasium_transitions(envs, obs, np.zeros(3, int), envs.step(np.zeros(3, int)))
+        np.testing.assert_array_equal(step.mask, ~step.transitions["terminated"])
+        obs = step.obs
+        masks.append(step.mask)
+    assert not np.all(masks)
+
+
+def test_final_observations_of_others_are_not_taken():
+    obs, ended = np.zeros((3, 1), np.float32), np.array([True, True, False])
+    infos = {"final_obs": np.full((3, 1), 5.0), "_final_obs": np.array([True, False, True])}
+    result = (obs, np.zeros(3), ended, ~ended & False, infos)
+    step = gymnasium_transitions(SAME, obs, np.zeros(3), result)
+    assert (step.transitions["next_obs"].tolist(), step.mask.all()) == ([[5], [0], [0]], True)
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "ids", "fits"),
+    [
+        (4, [0, 1], False), (4, [2, 3], False), (None, [2, 3], False), (2, [1, 0], False),
+        (2, [0, 1], True), (None, [0, 1], True), (2, [7, 9], True), (2, ["a", "b"], True),
+    ],
+)  # fmt: skip
+def test_results_of_some_environments_only_are_refused(num_envs, ids, fits):
+    envs = types.SimpleNamespace(metadata={"autoreset_mode": AutoresetMode.NEXT_STEP})
+    if num_envs is not None:
+        envs.num_envs = num_envs
+    obs, ends = np.zeros((2, 1)), np.zeros(2, bool)
+    result = (obs, np.zeros(2), ends, ends, {"env_id": np.array(ids)})
+    if fits:
+        assert gymnasium_transitions(envs, obs, np.zeros(2), result, None).mask.all()
+        return
+    with pytest.raises(ValueError, match=r"environments \[.*\], and .* batch_size=num_envs"):
+        gymnasium_transitions(envs, obs, np.zeros(2), result, None)
+
+
 def test_a_native_vector_environment():
     envs = gymnasium.make_vec("CartPole-v1", num_envs=4, vectorization_mode="vector_entry_point")
     steps = list(play(envs, 60))
