@@ -14,7 +14,7 @@ _AUTO_RESETS = ("first_obs", "AutoResetWrapper_first_obs")
 
 
 class _Record(NamedTuple):
-    """What ``FinalObs`` keeps of a step.
+    """The record that ``FinalObs`` keeps of a step.
 
     Attributes:
         obs: The observations, leaves ``[E, ...]``.

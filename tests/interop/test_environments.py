@@ -252,7 +252,7 @@ class Game:
 
 
 class Games:
-    """What ale-py's ``AtariVectorEnv`` gives: ``final_obs`` has rows that nobody wrote."""
+    """Games side by side, as in ale-py's ``AtariVectorEnv``; nobody writes all of ``final_obs``."""
 
     num_envs, metadata, unwrapped = 3, {}, None
 
