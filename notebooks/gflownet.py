@@ -74,8 +74,8 @@ best
 #
 # Many of these are the same state. A `Diversity` filter refuses states within a cutoff of a better
 # one, whether that is in the same batch or in the buffer. (`jaxbuf.diverse_reward_prioritized` is a
-# preset whose filter begins once the buffer is full.) In the figure, gray is the target, and larger
-# dots stand for states that are stored several times.
+# preset whose filter begins once the buffer is full, or at once with `active="always"`.) In the
+# figure, gray is the target, and larger dots stand for states that are stored several times.
 
 # %%
 diverse = jaxbuf.ItemBuffer.create(

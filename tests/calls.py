@@ -515,6 +515,7 @@ CALLS: dict[str, Call] = {
         field=("obs", "what is compared"),
         temperature=(1.0, "temperature"),
         fallback=(False, "flag"),
+        active=("always", "choice"),
     ),
     "terminal_state_buffer": call(
         jaxbuf.terminal_state_buffer, example=(step(), "example"), capacity=(8, "count")

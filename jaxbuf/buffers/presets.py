@@ -8,7 +8,7 @@ from jaxbuf.buffers.arguments import check_sampler
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
 from jaxbuf.core.random import check_key
-from jaxbuf.strategies.diversity import Diversity, Field
+from jaxbuf.strategies.diversity import Active, Diversity, Field
 from jaxbuf.strategies.evictors import Lowest, Reservoir
 from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.softmax import Softmax
@@ -52,12 +52,14 @@ def diverse_reward_prioritized(
     field: Field | tuple[Field, ...] | None = None,
     temperature: float | None = None,
     fallback: bool = False,
+    active: Active = "full",
 ) -> ItemBuffer:
     """Creates a ``reward_prioritized`` buffer that admits only new items once it is full.
 
-    Until the buffer is full, it admits every item. After that a row must score at least as much as
-    the lowest item, and be farther than ``cutoff`` from every row of its batch with a higher score
-    and from every item in the buffer.
+    Until the buffer is full, it admits every item, also one that is there already, as torchgfn
+    does. After that a row must score at least as much as the lowest item, and be farther than
+    ``cutoff`` from every row of its batch with a higher score and from every item in the buffer.
+    With ``active="always"`` that holds from the first row on, so that all items differ.
 
     Args:
         example: One unbatched item.
@@ -67,10 +69,13 @@ def diverse_reward_prioritized(
         field: The part of an item to compare; see ``Diversity``. None compares the whole item.
         temperature: As for ``reward_prioritized``.
         fallback: As for ``reward_prioritized``.
+        active: ``"full"``, or ``"always"`` if the first items have to differ, too. Choose that
+            unless a half-filled buffer is to have as many items as possible, or a run is to be
+            compared with one of torchgfn.
 
     Raises:
-        ValueError: As raised by ``ItemBuffer.create``, or if ``fallback`` is True without a
-            temperature.
+        ValueError: As raised by ``ItemBuffer.create`` and ``Diversity``, or if ``fallback`` is True
+            without a temperature.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -87,7 +92,7 @@ def diverse_reward_prioritized(
         capacity,
         sampler=_by_score(temperature, fallback),
         evictor=Lowest(),
-        diversity=Diversity(cutoff, p, field, within_batch="suppress", active="full"),
+        diversity=Diversity(cutoff, p, field, within_batch="suppress", active=active),
     )
 
 

@@ -6,7 +6,7 @@ number of trajectories, but with a buffer some of them are replayed:
   none     all are fresh
   fifo     from the latest terminal states
   reward   from the states of highest reward, each as often as it was found
-  diverse  from distinct states of highest reward, in proportion to it
+  diverse  likewise in proportion to it, and once the buffer is full only new states are added
 
 Takes a minute or two on two CPU cores. Some things to try:
   --buffer none diverse           only some of the buffers

@@ -114,7 +114,7 @@ class Discoveries:
 
 
 def make_manager(config: Config, num_workers: int) -> Any:
-    """Returns a manager of the distinct terminal states of highest reward."""
+    """Returns a manager of the terminal states of highest reward, new ones once it is full."""
     from jaxbuf.mpi import Manager  # here, so that --help needs no MPI
 
     item = {"state": jnp.zeros(config.dims, jnp.int32), "seconds": jnp.float32(0)}

@@ -393,6 +393,10 @@ def test_the_preset_is_the_filter_of_a_full_buffer():
     assert sorted(buffer.data[:, 0].tolist()) == [0, 0, 5]
     sample = jaxbuf.sample(buffer, jax.random.key(0), 3)
     assert sorted(sample.data[:, 0].tolist()) == [0, 0, 5]
+    always = jaxbuf.diverse_reward_prioritized(jnp.zeros(1), 50, cutoff=1.0, active="always")
+    always = jaxbuf.add(always, jnp.zeros((25, 1)), score=scores(*range(25)))
+    always = jaxbuf.add(always, jnp.arange(25.0)[:, None], score=scores(*range(25)))
+    assert sorted(always.data[: int(always.size), 0].tolist()) == [0, 24]
     drawn = jaxbuf.diverse_reward_prioritized(jnp.zeros(1), 3, temperature=1.0)
     assert drawn.sampler == jaxbuf.Softmax(1.0, replacement=False)
 
