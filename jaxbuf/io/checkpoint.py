@@ -74,6 +74,9 @@ def save(path: str | os.PathLike[str], buffer: PyTree) -> None:
             was donated.
         OSError: If the checkpoint cannot be written, by this process or by another one, or if the
             processes do not share the folder.
+        jax.errors.JaxRuntimeError: Or a plain ``ValueError``, both with the message of the
+            collective, if another process has died. The previous checkpoint remains. The job has to
+            be started again.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jaxbuf
