@@ -288,7 +288,7 @@ class Holder(Generic[State]):
 
         Args:
             items: The items to add.
-            mask: The rows to take; rows that are masked out must fit as well.
+            mask: The rows to take; only these must fit.
             timeout: As for ``apply``.
             **options: Options of the buffer's own ``add``: ``priority``, ``score``, ``version``,
                 ``session``, the ``env_ids`` of a ``TrajectoryBuffer``, or the ``part`` of a
@@ -511,6 +511,8 @@ class Holder(Generic[State]):
         if as_buffer(self._state).is_queue:
             # Items without rows fit, so that ``doors.add`` raises at once if they are malformed.
             needs = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
+            if mask is not None:
+                needs = min(needs, int(np.count_nonzero(np.asarray(mask))))
             as_buffer(self._state).check_room(f"items asks for {needs} rows at a time", needs)
         if self._limiter is not None:
             rows = _count_rows(self._state, items, mask, part)

@@ -1,5 +1,6 @@
 """`feed`: from a queue into a holder, until one of them ends, and how long each side has waited."""
 
+import itertools
 import multiprocessing
 import queue
 import threading
@@ -7,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxbuf
@@ -18,10 +20,7 @@ def make(capacity=8, **options):
 
 
 def threads_end(before):
-    end = time.monotonic() + 30
-    while threading.active_count() > before:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    soon(lambda: threading.active_count() <= before)
 
 
 def test_messages_are_arguments_of_add():
@@ -59,6 +58,101 @@ def test_a_queue_fills_up_while_the_limiter_lets_nothing_in():
     # It is counted once the call goes on.
     assert waited["seconds_to_add"] < 0.3 <= holder.metrics()["seconds_to_add"] < 60
     assert holder.metrics()["samples"] == 6
+
+
+def feed_all(holder, messages, until=None):
+    """Feeds messages that all wait already; returns the rows of each add, and what is left."""
+    rows, lengths, add = queue.Queue(), [], holder.add
+    for message in messages:
+        rows.put(message)
+
+    def counted(items, **options):
+        lengths.append(len(jax.tree.leaves(items)[0]))
+        add(items, **options)
+
+    holder.add = counted
+    total = sum(len(jax.tree.leaves(message["items"])[0]) for message in messages)
+    jaxbuf.feed(holder, rows)
+    holder.read(counts, when=lambda buffer: counts(buffer) == (until or total), timeout=60.0)
+    return lengths, rows
+
+
+def soon(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def counts(buffer):
+    return int(buffer.metrics()["adds"])
+
+
+def one(number, **options):
+    """A message of one row, or of several."""
+    return {"items": np.atleast_1d(np.float32(number)), **options}
+
+
+def test_all_that_waits_is_added_at_once_and_in_order():
+    priority = np.arange(1, 301, dtype=np.float32)
+    with make(400) as holder:
+        messages = [one(i, priority=priority[i : i + 1]) for i in range(300)]
+        lengths, _ = feed_all(holder, messages)
+        batch = holder.read(lambda buffer: buffer.get(buffer.latest(301).slots))
+    # The first one alone, and the others padded.
+    assert lengths == [1, 1024]
+    assert batch.data[batch.valid].tolist() == [*range(300)]
+    expected = priority**0.6 / np.sum(priority**0.6)
+    np.testing.assert_allclose(batch.probability[batch.valid], expected, rtol=1e-5)
+
+
+def test_messages_that_differ_are_added_in_turn():
+    few = np.array([1, 2, 3], np.float32)
+    messages = [one(0), one(1), one(2), one(few), one(few, mask=few < 3), one(3), one(4, mask=None)]
+    messages += [{"items": jnp.array([5.0])}, one(6), one(7)]
+    with make(64) as holder:
+        lengths, _ = feed_all(holder, messages, until=13)
+        data = holder.read(lambda buffer: buffer.data[:14].tolist())
+    assert data == [0, 1, 2, 1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 0]
+    assert lengths == [1, 16, 3, 1, 1, 16]
+
+
+def test_a_queue_takes_what_it_has_room_for():
+    with jaxbuf.Holder(jaxbuf.Queue.create(jnp.float32(0), 40)) as holder:
+        lengths, rows = feed_all(holder, [one(i) for i in range(100)], until=40)
+        # The last one waits.
+        soon(lambda: (lengths, rows.qsize()) == ([1, 128, 1], 59))
+        taken = [holder.take(n, timeout=60.0).data.tolist() for n in (5, 35, 20, 40)]
+    assert [*itertools.chain(*taken)] == [*range(100)]
+
+
+def test_a_limiter_lets_in_as_many_rows_as_one_by_one():
+    limiter, most = jaxbuf.RateLimiter.create(2.0, 4, tolerance=(-8.0, 37.0)), 0
+    while limiter.inserted(most).can_insert(most, 1):
+        most += 1
+    with make(64, limiter=limiter) as holder:
+        lengths, rows = feed_all(holder, [one(i) for i in range(50)], until=most)
+        assert int(holder.read(lambda buffer: buffer.size)) == most < 40
+        soon(lambda: (lengths, rows.qsize()) == ([1, 128, 1], 50 - most - 1))
+
+
+def test_what_must_come_apart_does():
+    rings = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), 1, 64)
+    diverse = jaxbuf.diverse_reward_prioritized(jnp.float32(0), 64, cutoff=0.5)
+    for buffer, options in ((rings, {}), (diverse, {"score": np.ones(1, np.float32)})):
+        with jaxbuf.Holder(buffer) as holder:
+            assert feed_all(holder, [one(i, **options) for i in range(20)])[0] == [1] * 20
+
+
+def test_a_message_that_cannot_be_added_comes_after_those_before_it():
+    holder, rows = make(32), queue.Queue()
+    for message in [*(one(i) for i in range(20)), None, one(20)]:
+        rows.put(message)
+    jaxbuf.feed(holder, rows)
+    with pytest.raises(jaxbuf.Stopped) as stopped:
+        holder.sample(jax.random.key(0), 21, timeout=60.0)
+    assert isinstance(stopped.value.__cause__, TypeError)
+    assert int(holder.read(lambda buffer: buffer.size)) == 20
 
 
 def test_a_sample_that_waits_is_counted():
