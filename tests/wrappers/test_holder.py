@@ -371,7 +371,7 @@ def test_what_does_not_use_the_state_may_come_within_a_call():
 
 
 def test_the_handler_of_a_signal_may_read_while_a_call_waits():
-    holder, sizes = Holder(items(4)), []
+    holder, sizes = items(4), []
 
     def handle(number, frame):
         sizes.append(holder.read(lambda state: int(state.size)))
@@ -391,7 +391,7 @@ def test_the_handler_of_a_signal_may_read_while_a_call_waits():
 @pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_holder_is_neither_pickled_nor_copied(copies):
     with pytest.raises(TypeError, match="a Holder can be neither pickled nor copied: its state"):
-        copies(Holder(items(2)))
+        copies(items(2))
 
 
 def test_changes_happen_one_at_a_time(threads):
