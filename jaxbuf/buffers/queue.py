@@ -58,6 +58,9 @@ class Queue(OwningBuffer, Described):
     def create(cls, example: PyTree, capacity: int) -> Self:
         """Creates an empty queue.
 
+        The memory that is left is looked at outside of transformations only: under ``jax.vmap`` ask
+        ``jax.eval_shape`` for the size of all members together.
+
         Args:
             example: One unbatched item of arrays or ``jax.ShapeDtypeStruct``. Only shapes and
                 dtypes matter.

@@ -108,6 +108,9 @@ class TrajectoryBuffer(SampledBuffer):
     ) -> Self:
         """Creates an empty buffer.
 
+        The memory that is left is looked at outside of transformations only: under ``jax.vmap`` ask
+        ``jax.eval_shape`` for the size of all members together.
+
         Args:
             example: One unbatched step of arrays or ``jax.ShapeDtypeStruct``. Only shapes and
                 dtypes matter.

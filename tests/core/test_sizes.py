@@ -40,6 +40,16 @@ def test_a_leaf_that_no_array_can_be(create):
         jax.eval_shape(lambda: create(HUGE))
 
 
+@pytest.mark.parametrize("create", CREATE.values(), ids=list(CREATE))
+def test_shapes_under_vmap_are_those_of_all_members(create):
+    def make(seed=None):
+        return create(np.bool_(0))
+
+    one, all_of_them = jax.eval_shape(make), jax.eval_shape(jax.vmap(make), jnp.arange(64))
+    for single, batch in zip(jax.tree.leaves(one), jax.tree.leaves(all_of_them), strict=True):
+        assert batch.shape == (64, *single.shape)
+
+
 def test_an_axis_of_length_zero_overflows_too():
     with pytest.raises(ValueError, match="expected less than"):
         jaxbuf.ItemBuffer.create(jax.ShapeDtypeStruct((2**40, 0), jnp.float32), 2**30)
