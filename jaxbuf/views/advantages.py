@@ -208,7 +208,8 @@ def _with_values(steps: rewarded.Rewarded, value: object, next_value: object) ->
     shape = steps.reward.shape
     got: Dtype = numbers.type_of(value, "value").dtype
     if not jnp.issubdtype(got, jnp.floating):
-        raise ValueError(f"value has dtype {got}; expected a floating dtype")
+        given = numbers.given_dtype(value, got)
+        raise ValueError(f"value has dtype {given}; expected a floating dtype")
     dtype = rewarded.wide(got)
     values = _rows(value, "value", shape, dtype)
     if next_value is not None:

@@ -176,9 +176,11 @@ def _ends(
 
 
 def _flags(window: PyTree[Array], path: str, name: str) -> Bool[Array, "B L"]:
-    flags = numbers.array(fields.need(window, path, name, "the window has"), name)
+    value = fields.need(window, path, name, "the window has")
+    flags = numbers.array(value, name)
     if flags.dtype != jnp.bool_:
-        raise ValueError(f"{name} has dtype {flags.dtype}; expected bool")
+        got = numbers.given_dtype(value, flags.dtype)
+        raise ValueError(f"{name} has dtype {got}; expected bool")
     if flags.ndim != 2:
         raise ValueError(f"{name} has shape {flags.shape}; expected (B, L)")
     return flags

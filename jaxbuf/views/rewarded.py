@@ -76,8 +76,10 @@ def expand(field: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _field(window: PyTree[Array], path: str, name: str, kind: type[np.generic]) -> Array:
-    array = numbers.array(fields.need(window, path, name, "the window has"), name)
+    value = fields.need(window, path, name, "the window has")
+    array = numbers.array(value, name)
     if not jnp.issubdtype(array.dtype, kind):
         expected = "bool" if kind is np.bool_ else "a floating dtype"
-        raise ValueError(f"{name} has dtype {array.dtype}; expected {expected}")
+        got = numbers.given_dtype(value, array.dtype)
+        raise ValueError(f"{name} has dtype {got}; expected {expected}")
     return array

@@ -44,10 +44,11 @@ def terminal_states(
     name, kind, expected = "lengths", jnp.integer, "integers"
     if mask is not None:
         name, kind, expected = "mask", jnp.bool_, "bool"
-    real = numbers.array(real, name)
+    given, real = real, numbers.array(real, name)
     trajectories = numbers.arrays(trajectories, "trajectories")
     if not jnp.issubdtype(real.dtype, kind):
-        raise ValueError(f"{name} has dtype {real.dtype}; expected {expected}")
+        got = numbers.given_dtype(given, real.dtype)
+        raise ValueError(f"{name} has dtype {got}; expected {expected}")
     axes = "(B,)" if mask is None else "(B, T)"
     if real.ndim != len(axes.split()):
         raise ValueError(f"{name} has shape {real.shape}; expected {axes}")

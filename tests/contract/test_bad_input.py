@@ -32,6 +32,12 @@ def rings():
     return jaxbuf.TrajectoryBuffer.create(example(), 2, 8)
 
 
+WINDOW = {
+    "reward": np.zeros((2, 3), np.float32),
+    "terminated": np.zeros((2, 3), bool),
+    "id": np.zeros((2, 3), int),
+}
+
 HOW_TO_ADD = {
     "method": lambda buffer, items, **options: buffer.add(items, **options),
     "function": jaxbuf.add,
@@ -121,6 +127,13 @@ def test_a_dtype_is_never_cast(how, leaf, bad, expected):
         (lambda b: b.set_field("action", b.latest(2).slots, np.ones(2)), "dtype float64"),
         (lambda b: rings().slots_at(np.zeros(2), np.zeros(2)), "env_ids has dtype float64"),
         (lambda b: rings().slots_at(np.zeros(2, int), np.zeros(2)), "positions has dtype float64"),
+        (lambda b: jaxbuf.n_step(WINDOW, 1, 0.9, reward="id"), "reward has dtype int64"),
+        (
+            lambda b: jaxbuf.stack_frames(WINDOW, 2, "id", terminated="id"),
+            "terminated has dtype int64",
+        ),
+        (lambda b: jaxbuf.gae(WINDOW, np.zeros((2, 3), int), 0.9, 0.9), "value has dtype int64"),
+        (lambda b: jaxbuf.terminal_states(WINDOW, np.ones(2)), "lengths has dtype float64"),
     ],
 )
 def test_a_dtype_is_called_as_the_caller_knows_it(call, message):
