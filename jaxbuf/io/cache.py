@@ -41,8 +41,8 @@ class ChunkCache:
 
     def gather(self, positions: Int[np.ndarray, " ..."]) -> list[Shaped[np.ndarray, " ..."]]:
         """Returns copies of the rows at these positions, as ``find`` returns them."""
-        # Faster than an index.
-        return [leaf.take(positions, axis=0) for leaf in self._leaves]
+        # Faster than an index. Of one number it is no array.
+        return [np.asarray(leaf.take(positions, axis=0)) for leaf in self._leaves]
 
     def insert(self, chunks: list[int], leaves: list[Shaped[np.ndarray, " ..."]]) -> None:
         """Keeps chunks, in place of earlier versions of them.

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import secrets
+import stat
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -208,7 +209,7 @@ def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
         ValueError: If it is a file.
     """
     folder = checks.check_path(name, path).resolve()
-    if folder.exists() and not folder.is_dir():
+    if records.is_other(folder, stat.S_ISDIR):
         raise ValueError(f"{name} is {path}, which is a file; choose a folder")
     return folder
 

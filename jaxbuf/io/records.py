@@ -7,7 +7,9 @@ else is refused where it is opened.
 import errno
 import json
 import os
+import stat
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -62,9 +64,20 @@ def open_file(file: Path, mode: str) -> IO[Any]:
     Raises:
         OSError: If it is something else, or cannot be opened.
     """
-    if file.exists() and not file.is_file():
+    if is_other(file, stat.S_ISREG):
         raise OSError(errno.EINVAL, "is no regular file", str(file))
     return file.open(mode)
+
+
+def is_other(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Returns whether there is something at a path that is not of a kind, such as ``S_ISREG``.
+
+    It looks once, since what is there may be removed at any time.
+    """
+    try:
+        return not kind(path.stat().st_mode)
+    except OSError:
+        return False
 
 
 def sync(path: Path) -> None:

@@ -17,6 +17,7 @@ import functools
 import itertools
 import os
 import shutil
+import stat
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -766,7 +767,7 @@ class Store:
                 # Otherwise the last chunk may have been replaced by a longer one.
                 if self._recorded is recorded or chunks[-1] < recorded.size // self._chunk:
                     self._cache.insert(chunks.tolist(), loaded)
-        leaves = [leaf.reshape(*rows.shape, *leaf.shape[1:]) for leaf in leaves]
+        leaves = [leaf.reshape((*rows.shape, *leaf.shape[1:])) for leaf in leaves]
         return self._treedef.unflatten(leaves)
 
     def _load(self, chunks: list[int], recorded: _Recorded) -> list[Shaped[np.ndarray, "N ..."]]:
@@ -1005,7 +1006,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
                 for entry in entries:
                     if entry.name.endswith(".__lock") and not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry)
+                        Path(entry).unlink(missing_ok=True)
 
     def _chunk_bytes(self, chunk: int) -> int:
         """Returns the size of a chunk of all leaves."""
@@ -1084,7 +1085,7 @@ class Store:
             )
 
     def _take_lock(self, path: str | os.PathLike[str]) -> IO[str]:
-        if self._folder.exists() and not self._folder.is_dir():
+        if records.is_other(self._folder, stat.S_ISDIR):
             raise ValueError(f"path is {path}, which is a file; choose a folder")
         expected = {"store.json", "rows.json", "deleted.json", "leaves", "checksums", "lock"}
         others = (

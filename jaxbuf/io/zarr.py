@@ -104,11 +104,17 @@ def open_array(
 
 def file_sizes(folder: Path) -> dict[str, int]:
     """Returns the size of each file in a folder, by name; none if there is no such folder."""
-    try:
-        with os.scandir(folder) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+    sizes: dict[str, int] = {}
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        os.scandir(folder) as entries,
+    ):
+        for entry in entries:
+            # A writer may remove it meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
+    return sizes
 
 
 def check_sizes(

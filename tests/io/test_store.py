@@ -1,5 +1,6 @@
 """`Store`: every append that returned is there, once, whatever happens next."""
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import chex
 import jax
@@ -962,10 +964,55 @@ def test_a_copy_for_another_process_reads_only(tmp_path):
             with pytest.raises(ValueError, match="is open for reading only"):
                 copy.append(items([1]))
         store.append(items([12]))
+        # Twice, as the second time they are in the cache of the process.
+        rows = [[3, 12], [3, 12], 7, 7, np.int64(8), np.asarray(9), np.zeros((2, 0), int)]
+        calls = [operator.methodcaller("read", row) for row in rows]
         with multiprocessing.get_context("spawn").Pool(1) as workers:
-            read = workers.map(operator.methodcaller("read", [3, 12]), [store] * 2)
-        for batch in read:
-            check(batch, [3, 12])
+            read = workers.apply(_in_turn, (store, calls))
+        for batch, row in zip(read, rows, strict=True):
+            assert all(isinstance(leaf, np.ndarray) for leaf in batch.values())
+            assert batch["obs"].shape == (*np.shape(row), 3)
+            np.testing.assert_array_equal(batch["id"], row)
+
+
+def _in_turn(store, calls):
+    return [call(store) for call in calls]
+
+
+def test_files_may_vanish_while_they_are_looked_at(tmp_path, monkeypatch):
+    for i in range(4):
+        (tmp_path / f"{i}").write_text("some")
+    stat, scandir = Path.stat, os.scandir
+
+    def vanishing(path, **options):
+        result = stat(path, **options)
+        if path.name == "0":
+            path.unlink()
+        return result
+
+    @contextlib.contextmanager
+    def listed(folder):
+        with scandir(folder) as entries:
+            entries = sorted(entries, key=operator.attrgetter("name"))
+            entries[0] = _Gone("1")
+            yield iter(entries)
+
+    monkeypatch.setattr(Path, "stat", vanishing)
+    with pytest.raises(FileNotFoundError):
+        records.open_file(tmp_path / "0", "r")
+    monkeypatch.setattr(os, "scandir", listed)
+    assert zarr.file_sizes(tmp_path) == {"2": 4, "3": 4}
+
+
+class _Gone:
+    def __init__(self, name):
+        self.name = name
+
+    def is_file(self):
+        return True
+
+    def stat(self):
+        raise FileNotFoundError(self.name)
 
 
 _ENDS = """
