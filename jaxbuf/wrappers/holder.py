@@ -91,10 +91,11 @@ class Holder(Generic[State]):
     waiting threads raise ``Stopped`` with that error as the cause, instead of waiting forever.
 
     Ctrl-C, or any other signal whose handler raises, leaves the state as it was before or after a
-    call, so that it can be saved: ``holder.read(lambda buffer: jaxbuf.save(path, buffer))``. In the
-    main thread the signal is handled when the call returns or has to wait. It interrupts waiting
-    within a tenth of a second, and also the function that is passed to ``read``, but neither that
-    of ``apply`` nor a compilation.
+    call, so that it can be saved: ``holder.read(lambda buffer: jaxbuf.save(path, buffer))``, or
+    with its limiter, ``{"buffer": buffer, "limiter": holder.limiter}``. In the main thread the
+    signal is handled when the call returns or has to wait. It interrupts waiting within a tenth of
+    a second, and also the function that is passed to ``read``, but neither that of ``apply`` nor a
+    compilation.
 
     Args:
         state: The state to hold. It is consumed: do not use it again.

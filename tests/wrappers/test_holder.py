@@ -181,6 +181,16 @@ def test_a_holder_obeys_its_limiter(threads):
     assert holder.read(lambda buffer: int(buffer.size)) == 3
 
 
+def test_a_buffer_and_its_limiter_are_saved_at_one_moment(tmp_path):
+    limiter = jaxbuf.RateLimiter.create(1.0, 2)
+    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter=limiter)
+    holder.add(jnp.arange(3))
+    holder.read(lambda b: jaxbuf.save(tmp_path, {"buffer": b, "limiter": holder.limiter}))
+    like = {"buffer": jaxbuf.ItemBuffer.create(jnp.int32(0), 8), "limiter": limiter}
+    state = jaxbuf.load(tmp_path, like)
+    assert int(state["buffer"].size) == int(state["limiter"].metrics()["inserts"]) == 3
+
+
 def test_a_queue_and_rings_with_a_limiter():
     holder = Holder(jaxbuf.Queue.create(jnp.int32(0), 4), limiter=jaxbuf.RateLimiter.create(1.0))
     holder.add(integers(1, 2, 3), timeout=0)
