@@ -163,6 +163,11 @@ class Buffer:
         inner = self._inner()
         return inner[0].storage if inner else ()
 
+    @property
+    def home(self) -> jax.sharding.Sharding | None:
+        """Where its arrays must be; None if they may be on any device."""
+        return None
+
     def inside(self) -> tuple[Any, int]:
         """Returns the buffer inside of wrappers, and the number of its shards.
 

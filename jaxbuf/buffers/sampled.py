@@ -377,19 +377,11 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return {**self.bound_sampler.by_slot(self.sampler_state), **super().by_slot()}
 
     def move(self, old: Self, moves: Moves) -> Self:
-        """Returns this buffer, which is empty, with the items of another one like it.
-
-        What the sampler and the parts know of these items moves as well.
-        """
         parts = zip(self.extras, self.extra_states, old.extra_states, strict=True)
-        return (
-            super()
-            .move(old, moves)
-            .replace(
-                hyperparameters=old.hyperparameters,
-                sampler_state=old.bound_sampler.move(self.sampler_state, old.sampler_state, moves),
-                extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
-            )
+        return self.replace(
+            hyperparameters=old.hyperparameters,
+            sampler_state=old.bound_sampler.move(self.sampler_state, old.sampler_state, moves),
+            extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
         )
 
     def hyperparameter_metrics(self) -> dict[str, Array]:

@@ -11,6 +11,7 @@ the function may be a method of an agent that has learned since, which no compar
 """
 
 import collections
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -300,6 +301,13 @@ def _platform(sharding: jax.sharding.Sharding) -> str:
 def is_outside() -> bool:
     """Returns True if nothing is being traced."""
     return trace_state() == _OUTSIDE
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context without the mesh of ``jax.set_mesh``, for arrays that are elsewhere."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
 def _forget_frames(error: Exception) -> None:

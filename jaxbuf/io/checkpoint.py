@@ -5,6 +5,7 @@ the same masses are other priorities. A checkpoint therefore also holds the conf
 ``load`` compares it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,9 +16,9 @@ import secrets
 import stat
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree, UInt8
 
+from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_not_donated
 from jaxbuf.core.hyperparameters import Varying
 from jaxbuf.core.segment_tree import NARROW, narrow, using_width, with_widths_of
-from jaxbuf.io import earlier, records, resizing, structure, versions, zarr
+from jaxbuf.io import blocks, earlier, records, resizing, structure, versions, zarr
+from jaxbuf.io.blocks import Block, Index, Rows
 from jaxbuf.io.records import Record
 from jaxbuf.io.structure import Configuration, LeafType
 
@@ -46,8 +49,15 @@ _CHECKSUMS = "places-{}.json"
 _TOKEN_FILE = "shared"
 _UINT8 = np.dtype(np.uint8)
 _BYTE_ROW = jax.ShapeDtypeStruct((1,), _UINT8)
-_CHUNK_BYTES = 2**24
-_ROUND_BYTES = 16 * _CHUNK_BYTES
+# Bytes of a chunk, of which threads keep several in memory.
+_CHUNK_BYTES = 2**21
+_MOST_CHUNK_BYTES = 2**24
+# Bytes that a load puts into place at a time, and those that it reads ahead.
+_BLOCK_BYTES = 2**20
+_AHEAD_BYTES = 2**21
+# More threads would keep more memory; one reads while another one decodes.
+_THREADS = 2
+_ROUND_BYTES = 2**26
 # Seconds until a process must see what another one wrote.
 _TIMEOUT = 5.0
 
@@ -154,14 +164,17 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
     """Reads a checkpoint.
 
     A run continues from the result bit for bit, even on other devices or with another number of
-    processes. A process only reads its own shards of a sharded array.
+    processes. A process only reads its own shards of a sharded array. What is read goes into place
+    in small blocks, also if the size differs, so memory never holds a buffer twice. ``like`` takes
+    memory as well, unless it is the result of ``jax.eval_shape``.
 
     Args:
         path: The folder that it was saved to.
         like: A pytree like the saved one, created with the same configuration. Only its structure,
             shapes and dtypes matter, so the result of ``jax.eval_shape`` is enough. Arrays that are
             committed to devices, and shapes with a sharding, determine where the result is placed.
-            The sharding may differ from that of the saved arrays.
+            The sharding may differ from that of the saved arrays. A ``Hosted`` and a ``Sharded``
+            are always placed on their own devices.
         resize: Whether buffers may differ from those of ``like`` in their ``capacity`` (of an
             ``ItemBuffer`` or a ``Queue``), ``length`` or ``num_envs`` (of a ``TrajectoryBuffer``)
             or number of shards (of a ``Sharded`` with ``ItemBuffer`` shards without parts). If not
@@ -194,12 +207,30 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
         found = versions.find(folder)
         if not found:
             raise FileNotFoundError(f"there is no checkpoint in {path} of jaxbuf 0.2.0 or later")
+        like = _placed(like)
         with using_width(NARROW):
             tree = _load(found[-1], narrow(like), resize)
     if jax.tree.structure(tree) == jax.tree.structure(like):
         return tree
     # ``like`` has wide segment trees, and a checkpoint only narrow ones.
     return jax.tree.map(_put_like, with_widths_of(like, tree), like)
+
+
+def _placed(like: Tree) -> Tree:
+    """Returns ``like``, in which shapes say where the arrays of a buffer must be."""
+
+    def has_home(node: object) -> bool:
+        return isinstance(node, Buffer) and node.home is not None
+
+    def place(node: Any) -> Any:
+        def with_home(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is not None:
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=node.home)
+
+        return jax.tree.map(with_home, node) if has_home(node) else node
+
+    return jax.tree.map(place, like, is_leaf=has_home)
 
 
 def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
@@ -225,7 +256,7 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
         described = dict(manifest["leaves"])
         saved = {name: _check_record(record) for name, record in described.items()}
         configuration = dict(manifest["configuration"])
-        _require(0 < _integer(manifest["chunk"]) <= _CHUNK_BYTES)
+        _require(0 < _integer(manifest["chunk"]) <= _MOST_CHUNK_BYTES)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
     # From ``like`` by way of the saved sizes to the saved format, and back with what was loaded.
@@ -235,24 +266,33 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     needed = {name: leaf for name, leaf in saved.items() if name not in obsolete}
     _compare(version, configuration, needed, target, resize)
 
-    leaves = dict(zip(structure.leaf_types(target, "like"), jax.tree.leaves(target), strict=True))
-    loaded: dict[str, Any] = {}
-    stored = _read(version, manifest)
-    for name, leaf in saved.items():
+    stored = _Stored(version, manifest)
+
+    def read(name: str, like: Any, rows: Rows | None = None) -> Any:
         try:
-            data = next(stored)
-            if name not in obsolete:
-                loaded[name] = _restore(data, leaf, described[name], leaves[name])
+            return _restore(stored.leaf(name), saved[name], described[name], like, rows)
         except MemoryError:
             raise
         except Exception as error:
             # Each layer of the storage has its own types of errors.
             raise _damaged(version, f"{name or 'its array'}: {zarr.reason(error)}") from error
-    tree = jax.tree.unflatten(jax.tree.structure(target), [loaded[name] for name in leaves])
-    renewed = earlier.renewed(tree, sized, configuration)
+
+    def move(name: str, leaf: Any, like: Any, rows: Rows) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return read(name, like, rows)
+        return _restore(_InMemory(leaf), saved[name], described[name], like, rows)
+
+    leaves = dict(zip(structure.leaf_types(target, "like"), jax.tree.leaves(target), strict=True))
+    # What moves is read into its new place, unless it has to be renewed first.
+    renews = earlier.renews(target, sized, configuration)
+    later = resizing.moving(sized, like) if resize and not renews else set[str]()
+    loaded = {name: leaf if name in later else read(name, leaf) for name, leaf in leaves.items()}
+    tree = jax.tree.unflatten(jax.tree.structure(target), loaded.values())
+    if renews:
+        tree = earlier.renewed(tree, sized, configuration)
     if resize:
-        renewed = resizing.fit(renewed, like)
-    return jax.tree.map(_put_like, renewed, like)
+        tree = resizing.fit(tree, like, move)
+    return jax.tree.map(_put_like, tree, like)
 
 
 def _check_record(record: Record) -> LeafType:
@@ -537,12 +577,58 @@ def _in_all_processes(
         raise OSError(f"process {processes[0]} {failure}")
 
 
+class _Leaf(Protocol):
+    """A leaf of a checkpoint."""
+
+    def blocks(self, parts: Sequence[Index]) -> Iterator[Block]:
+        """Yields blocks of the bytes of a leaf, ``uint8[*shape, itemsize]``.
+
+        Args:
+            parts: The parts of the leaf, without the bytes, that are needed at least.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
-class _ShardedBytes:
-    """The bytes of a sharded leaf, ``uint8[*shape, itemsize]``; an index reads a part from disk.
+class _PlainLeaf:
+    """A leaf whose bytes follow those of others.
 
     Attributes:
-        array: The array on disk.
+        array: The bytes of all these leaves on disk; None if this one has none.
+        start: The position of the first one of this leaf.
+        shape: The shape of its bytes, ``[*shape, itemsize]``.
+        crc32: Their checksum.
+    """
+
+    array: "TensorStore | None"
+    start: int
+    shape: tuple[int, ...]
+    crc32: int
+
+    def blocks(self, parts: Sequence[Index]) -> Iterator[Block]:
+        del parts
+        indices = [*blocks.consecutive(self.shape, _BLOCK_BYTES)]
+        sizes = map(blocks.size_of, indices)
+        stops = itertools.accumulate(sizes, initial=self.start)
+        array: Any = self.array
+        reads = (array[start:stop].read() for start, stop in itertools.pairwise(stops))
+        crc32 = 0
+        for index, data in _ahead(indices, reads):
+            crc32 = zlib.crc32(data.data, crc32)
+            yield index, data.reshape(blocks.shape_of(index))
+        if crc32 != self.crc32:
+            raise ValueError("the numbers differ from the saved ones")
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardedLeaf:
+    """A leaf with a folder of its own.
+
+    Attributes:
+        array: The array on disk, ``uint8[*shape, itemsize]``.
         folder: Its folder.
         chunk: The shape of its chunks.
         checksums: The checksums of its chunks, by name; None if version 0.2.0 wrote them.
@@ -553,46 +639,104 @@ class _ShardedBytes:
     chunk: list[int]
     checksums: dict[str, int] | None
 
-    def __getitem__(self, index: tuple[slice, ...]) -> UInt8[np.ndarray, "..."]:
+    def blocks(self, parts: Sequence[Index]) -> Iterator[Block]:
         shape = self.array.shape
-        index = (*index, *[slice(None)] * (len(shape) - len(index)))
-        if self.checksums is not None:
-            for name in zarr.grid(shape, self.chunk, index):
-                if zarr.checksum(self.folder / name) != self.checksums.get(name):
-                    raise ValueError(f"chunk {name} is not the one that was written there")
-        return self.array[index].read().result()
+        parts = [(*part, slice(0, shape[-1])) for part in parts]
+        chunks = {chunk for part in parts for chunk in zarr.positions(shape, self.chunk, part)}
+        indices = [
+            tuple(
+                slice(i * step, min((i + 1) * step, size))
+                for i, step, size in zip(position, self.chunk, shape, strict=True)
+            )
+            for position in sorted(chunks)
+        ]
+        for index, data in _ahead(indices, map(self._read, sorted(chunks), indices)):
+            for part in blocks.consecutive(data.shape, _BLOCK_BYTES):
+                yield blocks.moved(part, index), data[part]
+
+    def _read(self, position: tuple[int, ...], index: Index) -> Any:
+        name, checksums = zarr.name_of(position), self.checksums
+        if checksums is not None and zarr.checksum(self.folder / name) != checksums.get(name):
+            raise ValueError(f"chunk {name} is not the one that was written there")
+        return self.array[index].read()
 
 
-_Bytes: TypeAlias = UInt8[np.ndarray, "..."] | _ShardedBytes
+@dataclasses.dataclass(frozen=True)
+class _InMemory:
+    """A leaf that was loaded already."""
+
+    leaf: Any
+
+    def blocks(self, parts: Sequence[Index]) -> Iterator[Block]:
+        del parts
+        data = np.asarray(_numbers(self.leaf, ""))[..., None].view(np.uint8)
+        yield tuple(slice(0, size) for size in data.shape), data
 
 
-def _read(version: Path, manifest: Record) -> Iterator[_Bytes]:
-    """Yields the bytes of each leaf, ``uint8[*shape, itemsize]``."""
-    # Keeps the chunk that small arrays share.
-    cache = zarr.new_cache(2 * _CHUNK_BYTES)
-    store, start, checksums = None, 0, None
-    for i, leaf in enumerate(manifest["leaves"].values()):
-        *shape, itemsize = _stored_shape(leaf)
-        if "chunk" in leaf:
-            if checksums is None:
-                checksums = _read_checksums(version, manifest)
-            folder, chunk = version / _SHARDED / str(i), [*leaf["chunk"], itemsize]
-            zarr.check_sizes(folder, (*shape, itemsize), chunk)
-            array = zarr.open_array(folder, _UINT8, (*shape, itemsize), chunk, cache=cache)
-            yield _ShardedBytes(array, folder, chunk, checksums.get(str(i)))
-            continue
-        if 0 in shape:
-            data = np.zeros(0, np.uint8)
-        else:
-            stop = start + leaf["bytes"]
-            index = (slice(start, stop),)
-            zarr.check_sizes(version / _DATA, (stop,), (manifest["chunk"],), index)
-            store = store or zarr.open_rows(version / _DATA, _BYTE_ROW, manifest["chunk"], cache)
-            data = store[start:stop].read().result()
-            start = stop
-        if leaf["crc32"] != zlib.crc32(data.data):
-            raise ValueError("the numbers differ from the saved ones")
-        yield data.reshape(*shape, itemsize)
+def _ahead(indices: Iterable[Index], reads: Iterable[Any]) -> Iterator[Block]:
+    """Yields blocks, while those that follow are read from disk."""
+    waiting: collections.deque[tuple[Index, Any]] = collections.deque()
+    nbytes = 0
+    for index, read in zip(indices, reads, strict=True):
+        waiting.append((index, read))
+        nbytes += blocks.size_of(index)
+        while nbytes > _AHEAD_BYTES:
+            index, read = waiting.popleft()
+            nbytes -= blocks.size_of(index)
+            yield index, read.result()
+    for index, read in waiting:
+        yield index, read.result()
+
+
+class _Stored:
+    """The leaves of a checkpoint on disk.
+
+    Args:
+        version: Its folder.
+        manifest: Its manifest.
+    """
+
+    def __init__(self, version: Path, manifest: Record) -> None:
+        self._version = version
+        self._manifest = manifest
+        # Keeps the chunk that leaves, or blocks, share.
+        self._cache = zarr.new_cache(2 * manifest["chunk"], _THREADS)
+        records = manifest["leaves"]
+        self._numbers = {name: i for i, name in enumerate(records)}
+        sizes = [record.get("bytes", 0) for record in records.values()]
+        self._starts = dict(zip(records, itertools.accumulate(sizes, initial=0), strict=False))
+
+    def leaf(self, name: str) -> _Leaf:
+        """Returns a leaf by its name.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        record = self._manifest["leaves"][name]
+        shape = _stored_shape(record)
+        if "chunk" in record:
+            number = str(self._numbers[name])
+            folder, chunk = self._version / _SHARDED / number, [*record["chunk"], shape[-1]]
+            checksums = self._checksums
+            zarr.check_sizes(folder, shape, chunk)
+            uncached = zarr.new_cache(0, _THREADS)
+            array = zarr.open_array(folder, _UINT8, shape, chunk, cache=uncached)
+            return _ShardedLeaf(array, folder, chunk, checksums.get(number))
+        start = self._starts[name]
+        if record["bytes"]:
+            stop = start + record["bytes"]
+            chunk = (self._manifest["chunk"],)
+            zarr.check_sizes(self._version / _DATA, (stop,), chunk, (slice(start, stop),))
+        return _PlainLeaf(self._data if record["bytes"] else None, start, shape, record["crc32"])
+
+    @functools.cached_property
+    def _data(self) -> "TensorStore":
+        chunk = self._manifest["chunk"]
+        return zarr.open_rows(self._version / _DATA, _BYTE_ROW, chunk, self._cache)
+
+    @functools.cached_property
+    def _checksums(self) -> dict[str, dict[str, int]]:
+        return _read_checksums(self._version, self._manifest)
 
 
 def _read_checksums(version: Path, manifest: Record) -> dict[str, dict[str, int]]:
@@ -646,33 +790,38 @@ def _to_bytes(array: Any) -> UInt8[np.ndarray, " N"]:
     return np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
 
 
-def _restore(data: _Bytes, saved: LeafType, record: Record, like: Any) -> Any:
-    """Returns a leaf as it was saved, placed like the leaf of ``like``."""
-    if structure.is_key(saved.dtype):
-        words = np.ascontiguousarray(data[()]).view(np.uint32)[..., 0]
-        # A program can place keys on devices of other processes, which device_put cannot.
-        wrap = functools.partial(jax.random.wrap_key_data, impl=record["key"])
-        return jax.jit(wrap, out_shardings=_sharding(like))(words)
+def _restore(data: _Leaf, saved: LeafType, record: Record, like: Any, rows: Rows | None) -> Any:
+    """Returns a leaf as it was saved, or with its rows moved, placed like the leaf of ``like``."""
+    is_key = structure.is_key(saved.dtype)
+    dtype = np.dtype(np.uint32) if is_key else jnp.dtype(saved.dtype)
+    # Those of a key are an array of words.
+    before = _stored_shape(record)[:-1]
+    shape = (*getattr(like, "shape", ()), *before[len(saved.shape) :])
 
-    def numbers(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        array = np.ascontiguousarray(data[index]).view(jnp.dtype(saved.dtype))[..., 0]
-        return trees.native(array)
+    def numbers(parts: Sequence[Index]) -> Iterator[Block]:
+        for index, block in data.blocks(parts):
+            yield index[:-1], trees.native(np.ascontiguousarray(block).view(dtype)[..., 0])
+
+    def on_host(dtype: Any) -> np.ndarray[Any, Any]:
+        array = np.zeros(shape, dtype)
+        for index, block in numbers(blocks.parts_of(shape, None)):
+            array[index] = block
+        return array
 
     scalar = isinstance(like, bool | int | float | complex)
-    if saved.scalar and scalar:
-        return numbers(()).item()
-    dtype = jnp.dtype(saved.dtype if scalar else like.dtype)
-    if isinstance(like, np.ndarray | np.generic):
-        return np.array(numbers(()), dtype)
-
-    def copy(index: Any) -> jax.Array:
-        # Always a copy, since an array that borrows NumPy's memory cannot be updated in place.
-        return jnp.array(numbers(index), dtype, copy=True)
-
+    if scalar and saved.scalar:
+        return on_host(dtype).item()
+    if isinstance(like, np.ndarray | np.generic) and rows is None:
+        return on_host(like.dtype)
     sharding = _sharding(like)
-    if sharding is None:
-        return copy(())
-    return jax.make_array_from_callback(saved.shape, sharding, copy)
+    kind = dtype if scalar or is_key else like.dtype
+    needed = blocks.parts_of(before, None if rows else sharding)
+    array = blocks.fill(shape, kind, sharding, numbers(needed), rows)
+    if is_key:
+        # A program can place keys on devices of other processes, which device_put cannot.
+        wrap = functools.partial(jax.random.wrap_key_data, impl=record["key"])
+        return jax.jit(wrap, out_shardings=sharding)(array)
+    return array
 
 
 def _sharding(like: Any) -> jax.sharding.Sharding | None:

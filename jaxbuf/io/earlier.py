@@ -84,6 +84,20 @@ def as_saved(like: Tree, saved: dict[str, LeafType], configuration: Configuratio
     return jax.tree_util.tree_map_with_path(convert, like)
 
 
+def renews(tree: PyTree, like: PyTree, saved: Configuration) -> bool:
+    """Returns whether a pytree is not yet in the form of today; see ``renewed``."""
+
+    def is_old(path: KeyPath, leaf: Any, target: Any) -> bool:
+        return _change(keystr(path), leaf, target, saved) is not None
+
+    def lacks(path: KeyPath, node: Any, target: Any) -> bool:
+        return _renewal(path, node, target, saved) is not None
+
+    old = jax.tree_util.tree_map_with_path(is_old, tree, like)
+    lacking = jax.tree_util.tree_map_with_path(lacks, tree, like, is_leaf=owns_items)
+    return any(jax.tree.leaves((old, lacking)))
+
+
 def renewed(tree: Tree, like: PyTree, saved: Configuration) -> Tree:
     """Returns a loaded pytree in the form of ``like``, whose buffers have the same sizes.
 
@@ -98,18 +112,26 @@ def renewed(tree: Tree, like: PyTree, saved: Configuration) -> Tree:
         return change(leaf) if change else leaf
 
     def renew(path: KeyPath, node: Any, target: Any) -> Any:
-        if not owns_items(node):
-            return node
-        if not node.num_envs and _dtypes(node.extra_states) != _dtypes(target.extra_states):
-            return _each(_with_points, node)
-        if _may_gain_windows(node):
-            kinds = [type(part) for part in node.extras]
-            if f"{keystr(path)}.extras[{kinds.index(Episodes)}].short_windows" not in saved:
-                return _each(_with_short_windows, node)
-        return node
+        renewal = _renewal(path, node, target, saved)
+        return _each(renewal, node) if renewal else node
 
     tree = jax.tree_util.tree_map_with_path(reshape, tree, like)
     return jax.tree_util.tree_map_with_path(renew, tree, like, is_leaf=owns_items)
+
+
+def _renewal(
+    path: KeyPath, node: Any, target: Any, saved: Configuration
+) -> Callable[[Any], Any] | None:
+    """Returns a function that gives a buffer what it keeps today; None if it has that."""
+    if not owns_items(node):
+        return None
+    if not node.num_envs and _dtypes(node.extra_states) != _dtypes(target.extra_states):
+        return _with_points
+    if _may_gain_windows(node):
+        kinds = [type(part) for part in node.extras]
+        if f"{keystr(path)}.extras[{kinds.index(Episodes)}].short_windows" not in saved:
+            return _with_short_windows
+    return None
 
 
 def _change(

@@ -309,8 +309,8 @@ def _in_order(source: Any) -> list[dict[str, PyTree]]:
     """Returns the steps of each environment, oldest first, leaves ``[T, ...]``."""
     if as_buffer(source) is not source:
         return [jax.tree.map(np.asarray, source)]
-    rings = rings_in_order(source)
-    return [items_in_order(source)] if rings is None else rings
+    ordered = rings_in_order(source) or [items_in_order(source)]
+    return [rows.read(0, rows.num_rows) for rows in ordered]
 
 
 def _split(steps: Any) -> Iterator[dict[str, PyTree]]:

@@ -1,19 +1,22 @@
 """Copies of buffers with another size or number of shards, which keep as many items as fit."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import COUNTS
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import counters
+from jaxbuf.io.blocks import Rows
 from jaxbuf.io.order import in_order
 from jaxbuf.io.structure import Configuration, KeyPath, LeafType
 from jaxbuf.occupancy.ring import Ring
@@ -53,41 +56,115 @@ def as_saved(like: PyTree, configuration: Configuration, saved: dict[str, LeafTy
     return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=owns_items)
 
 
-def fit(tree: Tree, like: Tree) -> Tree:
+def moving(tree: PyTree, like: PyTree) -> set[str]:
+    """Returns the names of the leaves whose rows move when ``tree`` gets the sizes of ``like``."""
+    names: set[str] = set()
+
+    def note(path: KeyPath, node: Any, target: Any) -> Any:
+        del target
+        data = node.shards.data if _is_sharded(node) else node.data
+        leaves = jax.tree_util.tree_leaves_with_path(data)
+        names.update(_name_of_items(path, node) + keystr(key) for key, _ in leaves)
+        return node
+
+    _map_resized(note, tree, like)
+    return names
+
+
+def fit(tree: Tree, like: Tree, move: Callable[[str, Any, Any, Rows], Array]) -> Tree:
     """Returns ``tree`` with the size of each buffer in ``like``.
+
+    Args:
+        tree: A pytree with buffers.
+        like: A pytree like it, whose buffers have other sizes.
+        move: Returns the rows of a leaf at their new places, given the leaf's name, the leaf, one
+            with the new shape, and where each row goes to.
 
     Raises:
         ValueError: If the state of a strategy cannot be moved to other slots.
     """
 
     def convert(path: KeyPath, node: Any, target: Any) -> Any:
-        if not owns_items(node) or node.sizes == target.sizes:
-            return node
-        try:
-            resized = _resize_stack(node, tuple(target.sizes.items()))
-            same = jax.tree.structure(resized) == jax.tree.structure(target)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{_cannot(path, node, target)}: {error}") from error
-        if not same or _shapes(resized) != _shapes(target):
-            raise ValueError(_cannot(path, node, target))
-        return resized
+        if _is_sharded(node):
+            old, new = node.shards, target.shards
+            resized, *rows = _deal(_without_items(old), target.num_shards, new.capacity)
+        else:
+            old, new = node, target
+            try:
+                resized, slots = _resize_stack(_without_items(old), tuple(new.sizes.items()))
+                same = jax.tree.structure(resized) == jax.tree.structure(new)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{_cannot(path, node, target)}: {error}") from error
+            shapes = _shapes(dataclasses.replace(resized, data=new.data))
+            if not same or shapes != _shapes(new):
+                raise ValueError(_cannot(path, node, target))
+            # Buffers that are stacked keep their own rows.
+            *stack, _ = np.indices(slots.shape, sparse=True)
+            rows = [*(np.broadcast_to(place, slots.shape) for place in stack), slots]
+        name, targets = _name_of_items(path, node), [np.asarray(row) for row in rows]
+        data = jax.tree_util.tree_map_with_path(
+            lambda key, leaf, like: move(name + keystr(key), leaf, like, targets),
+            old.data,
+            new.data,
+        )
+        resized = dataclasses.replace(resized, data=data)
+        return dataclasses.replace(target, shards=resized) if _is_sharded(node) else resized
 
-    tree = _dealt(tree, like)
-    return jax.tree_util.tree_map_with_path(convert, tree, like, is_leaf=owns_items)
+    return _map_resized(convert, tree, like)
+
+
+def _map_resized(convert: Callable[[KeyPath, Any, Any], Any], tree: Tree, like: PyTree) -> Tree:
+    """Returns the tree with ``convert(path, node, target)`` for buffers whose sizes differ."""
+
+    def visit(path: KeyPath, node: Any, target: Any) -> Any:
+        if _is_sharded(node) and node.num_shards == target.num_shards:
+            inner = (*path, jax.tree_util.GetAttrKey("shards"))
+            return dataclasses.replace(node, shards=visit(inner, node.shards, target.shards))
+        same = not _is_sharded(node) and (not owns_items(node) or node.sizes == target.sizes)
+        return node if same else convert(path, node, target)
+
+    return jax.tree_util.tree_map_with_path(
+        visit, tree, like, is_leaf=lambda node: _is_sharded(node) or owns_items(node)
+    )
+
+
+def _name_of_items(path: KeyPath, node: Any) -> str:
+    return f"{keystr(path)}{'.shards' if _is_sharded(node) else ''}.data"
+
+
+def _without_items(buffer: Any) -> Any:
+    """Returns a buffer whose storage has no rows."""
+    stack = buffer.counters.ndim - 1
+
+    def empty(leaf: Any) -> Array:
+        return jnp.zeros((*leaf.shape[:stack], 0, *leaf.shape[stack + 1 :]), leaf.dtype)
+
+    return dataclasses.replace(buffer, data=jax.tree.map(empty, buffer.data))
+
+
+def _moved(count: int, source: Array, target: Array) -> Int[Array, " N"]:
+    """Returns where each of ``count`` rows goes to; past the end if it does not stay."""
+    nowhere = jnp.full((count,), jnp.iinfo(jnp.int32).max, jnp.int32)
+    return nowhere.at[source].set(target)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _resize_stack(stack: Any, sizes: tuple[tuple[str, int], ...]) -> Any:
-    """Resizes one buffer, or many that are stacked along leading axes."""
+def _resize_stack(
+    stack: Any, sizes: tuple[tuple[str, int], ...]
+) -> tuple[Any, Int[Array, "... N"]]:
+    """Resizes one buffer, or many that are stacked along leading axes; see ``_resize``."""
     resize = functools.partial(_resize, sizes=dict(sizes))
     for _ in range(stack.counters.ndim - 1):
         resize = jax.vmap(resize)
     return resize(stack)
 
 
-def _resize(old: Any, sizes: dict[str, int]) -> Any:
-    """Returns a buffer of another size with the items that fit; earlier slots become stale."""
-    new = old.anew(**sizes)
+def _resize(old: Any, sizes: dict[str, int]) -> tuple[Any, Int[Array, " N"]]:
+    """Returns a buffer of another size for the items that fit, and where their rows go to.
+
+    Its storage has no rows. Earlier slots become stale.
+    """
+    new = dataclasses.replace(old.anew(**sizes), data=old.data)
     if old.num_envs:
         return _resize_rings(old, new)
     order, live = in_order(old.occupancy)
@@ -104,10 +181,13 @@ def _resize(old: Any, sizes: dict[str, int]) -> Any:
     occupancy, index = empty.place(order.shape[0], live, None if score is None else score[order])
 
     moves = Moves(order, index, index, (old.capacity, new.capacity))
-    return new.move(old, moves).replace(occupancy=occupancy, counters=counts)
+    moved = new.move(old, moves).replace(occupancy=occupancy, counters=counts)
+    return moved, _moved(old.capacity, *moves.rows)
 
 
-def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuffer:
+def _resize_rings(
+    old: TrajectoryBuffer, new: TrajectoryBuffer
+) -> tuple[TrajectoryBuffer, Int[Array, " N"]]:
     """Moves the newest steps of each ring so that windows still start at the same steps.
 
     Environment ``i`` is environment ``i`` afterwards. If there are fewer, the last ones are left
@@ -147,7 +227,8 @@ def _resize_rings(old: TrajectoryBuffer, new: TrajectoryBuffer) -> TrajectoryBuf
     lengths = (before.length, rings.length)
     envs = (before.num_envs, new.num_envs)
     moves = Moves(window, index, begun, slots, (order, target), lengths, envs)
-    return new.move(old, moves).replace(occupancy=occupancy, counters=old.counters)
+    moved = new.move(old, moves).replace(occupancy=occupancy, counters=old.counters)
+    return moved, _moved(old.capacity, *moves.rows)
 
 
 def _abstract(buffer: Any, sizes: dict[str, int]) -> Any:
@@ -194,18 +275,6 @@ def _with_shards(like: Tree, configuration: Configuration) -> Tree:
     return jax.tree_util.tree_map_with_path(rebuild, like, is_leaf=_is_sharded)
 
 
-def _dealt(tree: Tree, like: Tree) -> Tree:
-    """Returns ``tree`` with the number of shards of ``like`` in each ``Sharded``."""
-
-    def convert(node: Any, target: Any) -> Any:
-        if not _is_sharded(node) or node.num_shards == target.num_shards:
-            return node
-        size = target.shards.capacity
-        return target.replace(shards=_deal(node.shards, target.num_shards, size))
-
-    return jax.tree.map(convert, tree, like, is_leaf=lambda x: _is_sharded(x) or owns_items(x))
-
-
 def _is_sharded(node: object) -> bool:
     return isinstance(node, Sharded)
 
@@ -230,46 +299,53 @@ def _abstract_shards(like: Sharded, count: int, name: str) -> Sharded:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _deal(old: ItemBuffer, count: int, size: int) -> ItemBuffer:
+def _deal(
+    old: ItemBuffer, count: int, size: int
+) -> tuple[ItemBuffer, Int[Array, "S N"], Int[Array, "S N"]]:
     """Deals the items of all shards to others in turn, from the oldest to the newest.
 
     The oldest item is the one that most items of its own shard follow. Each new shard keeps the
     newest items that fit. Earlier slots become stale. Counters keep their sums.
 
     Args:
-        old: The shards, leaves ``[S, ...]``.
+        old: The shards, leaves ``[S, ...]``, whose storage has no rows.
         count: The number of new shards.
         size: The capacity of each of them.
 
     Returns:
-        The new shards, leaves ``[count, ...]``.
+        The new shards, leaves ``[count, ...]``, whose storage has no rows; and for each row of the
+        old ones its new shard, and its slot there, past the end if the item does not stay.
     """
     rings = cast("Ring", old.occupancy)
     order, live = jax.vmap(in_order)(rings)  # [S, N]
     by_age = live.T.reshape(-1)  # [N * S]
     turn = jnp.cumsum(by_age, dtype=jnp.int32) - 1
     values = jax.tree.map(lambda value: value[0], old.hyperparameters)
-    new = old.anew(capacity=size).replace(hyperparameters=values)
+    new = dataclasses.replace(
+        old.anew(capacity=size),
+        data=jax.tree.map(lambda leaf: leaf[0], old.data),
+        hyperparameters=values,
+    )
     # The laps begin after all generations that the old shards gave to slots.
     empty = Ring.create(size).replace(lap=jnp.max(rings.clear().lap))
 
-    def new_shard(number: Array) -> ItemBuffer:
+    def new_shard(slots: Array, number: Array) -> tuple[Array, ItemBuffer]:
         occupancy, index = empty.place(by_age.size, by_age & (turn % count == number), None)
         target = index.reshape(order.T.shape).T  # [S, N]
 
         def move(kept: Any, shard: Any) -> tuple[Any, None]:
-            source, target, data, state = shard
+            source, target, state = shard
             moves = Moves(source, target, target, (order.shape[1], size))
-            return (moves(kept[0], data), new.bound_sampler.move(kept[1], state, moves)), None
+            return new.bound_sampler.move(kept, state, moves), None
 
-        shards = (order, target, old.data, old.sampler_state)
-        (data, state), _ = jax.lax.scan(move, (new.data, new.sampler_state), shards)
+        state, _ = jax.lax.scan(move, new.sampler_state, (order, target, old.sampler_state))
         total = jnp.sum(old.counters, axis=0, dtype=jnp.uint32)
-        return new.replace(
-            data=data,
-            occupancy=occupancy,
-            sampler_state=state,
-            counters=jnp.where(number == 0, total, jnp.uint32(0)),
-        )
+        counts = jnp.where(number == 0, total, jnp.uint32(0))
+        shard = new.replace(occupancy=occupancy, sampler_state=state, counters=counts)
+        return jnp.minimum(slots, target), shard
 
-    return jax.vmap(new_shard)(jnp.arange(count, dtype=jnp.int32))
+    nowhere = jnp.full(order.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
+    slots, shards = jax.lax.scan(new_shard, nowhere, jnp.arange(count, dtype=jnp.int32))
+    chosen = (turn % count).reshape(order.T.shape).T
+    moved = jax.vmap(functools.partial(_moved, order.shape[1]))
+    return shards, moved(order, chosen), moved(order, slots)

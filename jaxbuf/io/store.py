@@ -36,7 +36,7 @@ from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.io import records, structure, zarr
 from jaxbuf.io.cache import ChunkCache
 from jaxbuf.io.checksums import Checksums, Newest, checksum
-from jaxbuf.io.order import items_in_order, padded, rings_in_order
+from jaxbuf.io.order import padded, steps_in_order
 from jaxbuf.io.passes import Passes
 from jaxbuf.io.ranges import Ranges
 from jaxbuf.io.records import Record
@@ -52,7 +52,7 @@ _FORMAT = 3
 _FORMATS = (2, 3)
 _CHUNK_BYTES = 2**16
 _MOST_CHUNK_BYTES = 2**31
-# Bytes that are read at a time, whatever the cache can keep.
+# Bytes that are read, or written, at a time, whatever the cache can keep.
 _READ_BYTES = 2**24
 
 # Indices of rows, as NumPy would accept them for an array of all rows.
@@ -328,10 +328,7 @@ class Store:
                 storage.check_rows(mask, "mask", leaves[0].shape[:1], np.bool_, "(B,)")
             )
             leaves = [leaf[mask] for leaf in leaves]
-        leaves = [
-            numbers.convert(leaf, f"items{name}", like.dtype)
-            for name, leaf, like in zip(self._names, leaves, self._likes, strict=True)
-        ]
+        leaves = self._converted(leaves)
         count = leaves[0].shape[0]
         with self._mutex:
             self._check_writable()
@@ -343,11 +340,16 @@ class Store:
                 )
             written = self._rows - first
             if count > written:
-                self._append([leaf[written:] for leaf in leaves])
+                leaves = [leaf[written:] for leaf in leaves]
+                self._append(
+                    count - written, lambda begin, end: [leaf[begin:end] for leaf in leaves]
+                )
             return range(first, first + count)
 
     def append_buffer(self, buffer: Any) -> range:
-        """Appends the contents of a buffer, oldest first.
+        """Appends the contents of a buffer, oldest first, all of them or none.
+
+        Few of them are copied at a time, so that it takes little memory.
 
         Args:
             buffer: An ``ItemBuffer`` or a ``Queue`` of items like the example; or a
@@ -362,18 +364,21 @@ class Store:
             ValueError: If items differ from the example, the buffer is a ``Mixture``, whose items
                 have no order, or environments have different numbers of steps. In that case append
                 rollouts as they come.
+            OSError: If the items cannot be written. The store remains as it was.
         """
         check_options(buffer, "add", {})
-        rings = rings_in_order(buffer)
-        if rings is None:
-            return self.append(items_in_order(buffer))
-        lengths = [len(jax.tree.leaves(ring)[0]) for ring in rings]
-        if min(lengths) < max(lengths):
-            raise ValueError(
-                f"environments have from {min(lengths)} to {max(lengths)} steps; append rollouts "
-                "as they come, or add to all environments alike"
-            )
-        return self.append(jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *rings))
+        count, read = steps_in_order(buffer)
+
+        def leaves(begin: int, end: int) -> list[Shaped[np.ndarray, "B ..."]]:
+            return self._converted(jax.tree.leaves(trees.match(self._like, read(begin, end))))
+
+        self._check_items(trees.match(self._like, read(0, 0)))
+        with self._mutex:
+            self._check_writable()
+            first = self._rows
+            if count:
+                self._append(count, leaves)
+            return range(first, first + count)
 
     def read(self, rows: Rows) -> PyTree[np.ndarray]:
         """Reads rows.
@@ -688,10 +693,24 @@ class Store:
             )
         return array.astype(np.int64)
 
-    def _append(self, leaves: list[Shaped[np.ndarray, "B ..."]]) -> None:
-        """Writes rows, and then commits them."""
+    def _converted(self, leaves: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        """Returns rows in the dtypes of the store."""
+        return [
+            numbers.convert(leaf, f"items{name}", like.dtype)
+            for name, leaf, like in zip(self._names, leaves, self._likes, strict=True)
+        ]
+
+    def _append(
+        self, count: int, read: Callable[[int, int], list[Shaped[np.ndarray, "B ..."]]]
+    ) -> None:
+        """Writes rows, some chunks at a time, and then commits them.
+
+        Args:
+            count: Their number.
+            read: Returns the leaves of the rows from one number to before another.
+        """
         rows, size = self._rows, self._chunk
-        stop = rows + len(leaves[0])
+        stop = rows + count
         if self._unfinished:
             self._remove_locks()
             # Otherwise rows.json might record rows that are about to be replaced.
@@ -700,25 +719,30 @@ class Store:
         before = jax.tree.leaves(self._read(np.arange(first * size, rows)))
         self._unfinished = True
         words: list[list[int]] = []
-        writes: list[WriteFutures] = []
         parts: list[Shaped[np.ndarray, "C ..."]] = []
-        for chunk in range(first, last + 1):
-            begin, end = max(chunk * size, rows), min((chunk + 1) * size, stop)
-            parts = [leaf[begin - rows : end - rows] for leaf in leaves]
-            if begin > chunk * size:
-                parts = [np.concatenate(pair) for pair in zip(before, parts, strict=True)]
+        at_once = max(_READ_BYTES // max(self._chunk_bytes(size), 1), 1)
+        for begin in range(first, last + 1, at_once):
+            chunks = range(begin, min(begin + at_once, last + 1))
+            start = max(begin * size, rows)
+            leaves = read(start - rows, min(chunks.stop * size, stop) - rows)
+            if start > begin * size:
+                leaves = [np.concatenate(pair) for pair in zip(before, leaves, strict=True)]
             # Other bytes than 0 and 1, which NumPy takes for True, could not be read again.
-            parts = [x.view(np.uint8) != 0 if x.dtype == bool else x for x in parts]
-            words.append([0] * len(parts))
-            for folder, part in zip(self._folders, parts, strict=True):
-                words[-1][int(folder.name)] = checksum(part)
-            # A chunk is written as a whole, so that nothing depends on what its file has now.
-            parts = [padded(part, size) for part in parts]
-            for array, part in zip(self._arrays, parts, strict=True):
-                if part.size:
-                    whole = array[chunk * size : (chunk + 1) * size]
-                    writes.append(whole.write(part.view(zarr.disk_dtype(part.dtype))))
-        zarr.finish(writes)
+            leaves = [x.view(np.uint8) != 0 if x.dtype == bool else x for x in leaves]
+            writes: list[WriteFutures] = []
+            for chunk in chunks:
+                offset = (chunk - begin) * size
+                parts = [leaf[offset : offset + size] for leaf in leaves]
+                words.append([0] * len(parts))
+                for folder, part in zip(self._folders, parts, strict=True):
+                    words[-1][int(folder.name)] = checksum(part)
+                # A chunk is written as a whole, so that nothing depends on what its file has now.
+                parts = [padded(part, size) for part in parts]
+                for array, part in zip(self._arrays, parts, strict=True):
+                    if part.size:
+                        whole = array[chunk * size : (chunk + 1) * size]
+                        writes.append(whole.write(part.view(zarr.disk_dtype(part.dtype))))
+            zarr.finish(writes)
         self._cache.reserve(last + 1)
         self._cache.remove(first)
         newest = self._checksums.append(self._recorded.newest, rows, words, stop)

@@ -25,11 +25,21 @@ _CHECKSUM_BYTES = 4
 _MOST_PER_BYTE = 2**15
 
 
-def new_cache(size: int) -> "Context":
-    """Returns a cache of at most ``size`` bytes for chunks, which arrays may share."""
+def new_cache(size: int, threads: int | None = None) -> "Context":
+    """Returns a cache of at most ``size`` bytes for chunks, which arrays may share.
+
+    Args:
+        size: The size in bytes.
+        threads: The number of threads that read or decode chunks at a time, each of which keeps
+            some memory; None for those that tensorstore takes.
+    """
     import tensorstore as ts
 
-    return ts.Context({"cache_pool": {"total_bytes_limit": size}})
+    spec: dict[str, Any] = {"cache_pool": {"total_bytes_limit": size}}
+    if threads is not None:
+        limit = {"limit": threads}
+        spec |= {"data_copy_concurrency": limit, "file_io_concurrency": limit}
+    return ts.Context(spec)
 
 
 def open_rows(
@@ -146,8 +156,19 @@ def grid(
     shape: Sequence[int], chunk: Sequence[int], index: tuple[slice, ...] | None = None
 ) -> Iterator[str]:
     """Yields the names of the chunks of an array, or of those at an index."""
-    numbers = itertools.product(*_chunks(shape, chunk, index))
-    return (".".join(map(str, position)) for position in numbers)
+    return map(name_of, positions(shape, chunk, index))
+
+
+def name_of(position: Sequence[int]) -> str:
+    """Returns the name of the chunk with these numbers along each axis."""
+    return ".".join(map(str, position))
+
+
+def positions(
+    shape: Sequence[int], chunk: Sequence[int], index: tuple[slice, ...] | None = None
+) -> Iterator[tuple[int, ...]]:
+    """Yields the numbers along each axis of the chunks of an array, or of those at an index."""
+    return itertools.product(*_chunks(shape, chunk, index))
 
 
 def _chunks(

@@ -53,16 +53,21 @@ class Moves:
 
     def of_rows(self, empty: State, full: State) -> State:
         """Returns the empty arrays, ``[capacity, ...]``, with the items, or steps, that stay."""
-        source, target = self.source, self.target
-        if self.steps is not None:
-            position, target = self.steps  # [E, T]
-            ring = jnp.arange(len(position), dtype=jnp.int32)[:, None]
-            source, target = ((ring * self.lengths[0] + position).reshape(-1), target.reshape(-1))
+        source, target = self.rows
 
         def fill(blank: Array, full: Array) -> Array:
             return blank.at[target].set(full[source], mode="drop")
 
         return jax.tree.map(fill, empty, full)
+
+    @property
+    def rows(self) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+        """The rows of the storage that items, or steps, had before, and those after."""
+        if self.steps is None:
+            return self.source, self.target
+        position, target = self.steps  # [E, T]
+        ring = jnp.arange(len(position), dtype=jnp.int32)[:, None]
+        return (ring * self.lengths[0] + position).reshape(-1), target.reshape(-1)
 
     def of_envs(self, empty: State, full: State) -> State:
         """Returns the empty arrays, ``[E, ...]``, with those of the environments that stay."""

@@ -1,6 +1,5 @@
 """A buffer in host memory that sends its batches to an accelerator."""
 
-import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from jaxbuf.buffers.sample import Contents, Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.describe import Described, text
-from jaxbuf.core.program import OwnPrograms, is_outside
+from jaxbuf.core.program import OwnPrograms, is_outside, no_mesh
 from jaxbuf.strategies.protocols import Support
 
 Result = TypeVar("Result")
@@ -104,8 +103,16 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
 
         Raises:
             ValueError: If ``make`` is not a function that returns a buffer with ``sample``, ``to``
-                is neither a device nor a sharding of rows, this process has no CPU device, or this
-                is called inside of ``jax.jit`` or another transformation.
+                is neither a device nor a sharding of rows, or this process has no CPU device.
+
+        Example:
+            ``jax.eval_shape`` gives the shapes for ``jaxbuf.load``, which take no memory.
+
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> make = lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), capacity=10**9)
+            >>> like = jax.eval_shape(lambda: jaxbuf.Hosted.create(make))
+            >>> like.buffer.data
+            ShapeDtypeStruct(shape=(1000000000,), dtype=float32)
         """
         if not callable(make):
             raise ValueError(
@@ -118,6 +125,10 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
         """Describes the devices and the buffer inside."""
         inner = text(self.buffer).replace("\n", "\n  ")
         return f"Hosted: on {self.device}, batches go to {self.to}\n  {inner}"
+
+    @property
+    def home(self) -> jax.sharding.Sharding:
+        return jax.sharding.SingleDeviceSharding(self.device)
 
     @property
     def capacity(self) -> int:
@@ -185,7 +196,7 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
             ([[0, 1], [3, 4]], 2)
         """
         arguments = self._on_host("apply", arguments)
-        with _no_mesh():
+        with no_mesh():
             buffer, result = function(self.buffer, *arguments)
         return self.replace(buffer=buffer), result
 
@@ -205,7 +216,7 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
             [3, 3]
         """
         arguments = self._on_host("read", arguments)
-        with _no_mesh():
+        with no_mesh():
             return function(self.buffer, *arguments)
 
     def route(self, operation: Operation, arguments: dict[str, Any], *, donate: bool = True) -> Any:
@@ -232,7 +243,7 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
         if operation.changes:
             options["donate"] = donate
         send = self._send if operation.rows is not None else lambda result: result
-        with _no_mesh():
+        with no_mesh():
             result = doors.call(operation.declared, self.buffer, *args, **options)
         if not operation.changes:
             return send(result)
@@ -276,7 +287,7 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
 
         # With a device instead of a sharding, an array that is split over a mesh with explicit axes
         # would keep its sharding in its type.
-        host = jax.sharding.SingleDeviceSharding(self.device)
+        host = self.home
 
         def move(leaf: object) -> object:
             if not isinstance(leaf, jax.Array):
@@ -306,24 +317,12 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
                 ) from error
 
 
-def _no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context without the mesh of ``jax.set_mesh``, which is not that of the buffer."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
-
-
 def _cpu() -> Any:
     """Returns a CPU device of this process.
 
     Raises:
-        ValueError: If this process has no CPU device, or this is called inside of a transformation.
+        ValueError: If this process has no CPU device.
     """
-    if not is_outside():
-        raise ValueError(
-            "Hosted was created inside of jax.jit or another transformation; create it in Python, "
-            "before your loop"
-        )
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -339,7 +338,7 @@ def _make(make: Callable[[], Any], device: Any) -> Any:
     Raises:
         ValueError: If it is not a buffer with ``sample``.
     """
-    with _no_mesh(), jax.default_device(device):
+    with no_mesh(), jax.default_device(device):
         buffer = make()
     check_options(buffer, "sample", {}, "what make returns")
     if not as_buffer(buffer).runs_in_programs:

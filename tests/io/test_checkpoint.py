@@ -24,7 +24,7 @@ from flax.training.train_state import TrainState
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.io import checkpoint, records
-from tests.programs import kill, sharded_checkpoint
+from tests.programs import kill, peak_memory, sharded_checkpoint
 from tests.programs.processes import free_port, run_processes
 
 ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
@@ -487,6 +487,18 @@ def test_sharded_arrays_move_between_numbers_of_processes(tmp_path):
     ]
     assert all(out.endswith("the same\n") for out in run_processes(*commands, devices=2))
     assert_same(jaxbuf.load(tmp_path / "4", tree), tree)
+
+
+@pytest.mark.parametrize("kind", peak_memory.KINDS)
+def test_memory_holds_no_second_copy(tmp_path, kind):
+    command = ("-m", "tests.programs.peak_memory", kind, tmp_path / "run")
+    run_processes(command, devices=4)
+    [out] = run_processes(command, devices=4)
+    size, loading, appending = map(float, out.split())
+    assert size > 255
+    # The first one includes the buffer.
+    assert loading <= 1.25 * size + 64
+    assert appending <= 0.25 * size + 64
 
 
 def test_a_chunk_lies_in_one_shard_and_has_a_sensible_size(monkeypatch):

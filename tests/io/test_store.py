@@ -24,6 +24,7 @@ import pytest
 import jaxbuf
 from jaxbuf.io import checksums, records, zarr
 from jaxbuf.io import passes as passes_module
+from jaxbuf.io import store as store_module
 from jaxbuf.io.cache import ChunkCache
 from jaxbuf.io.passes import Passes
 from jaxbuf.io.ranges import Ranges
@@ -35,7 +36,11 @@ ITEM = {"obs": jnp.zeros(3), "id": jnp.int32(0)}
 
 def items(ids):
     ids = np.asarray(ids, np.int32)
-    return {"obs": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "id": ids}
+    return {"obs": np.stack([ids] * 3, -1).astype(np.float32), "id": ids}
+
+
+def batch(item, count):
+    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), item)
 
 
 def check(read, ids):
@@ -1013,6 +1018,46 @@ class _Gone:
 
     def stat(self):
         raise FileNotFoundError(self.name)
+
+
+@pytest.mark.parametrize("kind", ["items", "rings", "sharded"])
+def test_a_buffer_is_appended_in_parts_or_not_at_all(tmp_path, monkeypatch, kind):
+    # Parts of two chunks, the first of which is filled up.
+    monkeypatch.setattr(store_module, "_READ_BYTES", 2 * 4 * 16)
+    mesh = jax.make_mesh((1,), ("x",))
+    buffer, item, expected = {
+        "items": (jaxbuf.ItemBuffer.create(ITEM, 20), ITEM, range(10, 30)),
+        "rings": (jaxbuf.TrajectoryBuffer.create(ITEM, 2, 10), batch(ITEM, 2), None),
+        "sharded": (
+            jaxbuf.Sharded.create(lambda: jaxbuf.ItemBuffer.create(ITEM, 10), mesh, "x", shards=2),
+            ITEM,
+            # Rows of the two blocks of each add, in turn.
+            np.arange(10, 30).reshape(2, 2, 5).swapaxes(1, 2),
+        ),
+    }[kind]
+    for ids in np.arange(30).reshape(3, 10):
+        buffer = jaxbuf.add(buffer, items(ids if kind != "rings" else ids.reshape(2, 5)))
+    if kind == "rings":
+        expected = np.arange(30).reshape(3, 2, 5)[1:].swapaxes(1, 2).reshape(10, 2)
+    expected = np.reshape(expected, (-1, *np.shape(item["id"])))
+    with jaxbuf.Store(tmp_path, item, chunk=4) as store:
+        store.append(jax.tree.map(lambda x: np.zeros((3, *x.shape), x.dtype), item))
+        with monkeypatch.context() as patch:
+            finish, calls = zarr.finish, []
+
+            def fail(writes):
+                calls.append(writes)
+                finish(writes)
+                if len(calls) == 2:
+                    raise OSError("the disk is full")
+
+            patch.setattr(zarr, "finish", fail)
+            with pytest.raises(OSError, match="disk is full"):
+                store.append_buffer(buffer)
+        assert len(store) == 3
+        assert store.append_buffer(buffer) == range(3, 3 + len(expected))
+    with jaxbuf.Store(tmp_path, item, mode="r") as store:
+        check(store.read(slice(3, None)), expected)
 
 
 _ENDS = """

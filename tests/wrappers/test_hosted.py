@@ -154,8 +154,6 @@ def test_it_is_not_called_while_something_is_traced():
         jax.vmap(lambda items: jaxbuf.add(buffer, items))(jax.tree.map(lambda x: x[None], rows(0)))
     with pytest.raises(ValueError, match=f"metrics was called inside.*{from_python}"):
         jax.lax.scan(lambda carry, _: (carry, buffer.metrics()), 0, length=2)
-    with pytest.raises(ValueError, match="create it in Python, before your loop"):
-        jax.eval_shape(hosted)
     assert buffer.size == 16
 
 
@@ -211,7 +209,9 @@ def test_a_holder_shares_it_between_threads():
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     buffer = jaxbuf.add(hosted(), rows(0, 40))
     jaxbuf.save(tmp_path / "whole", {"replay": buffer})
-    loaded = jaxbuf.load(tmp_path / "whole", like={"replay": hosted()})["replay"]
+    # Shapes are enough, and it is on its own device nevertheless.
+    like = jax.eval_shape(lambda: {"replay": hosted()})
+    loaded = jaxbuf.load(tmp_path / "whole", like=like)["replay"]
     same(buffer.buffer, loaded.buffer)
     assert all(leaf.committed for leaf in jax.tree.leaves(loaded))
     for each in (buffer, loaded):

@@ -33,6 +33,10 @@ class ShardedFields(Buffer, Described):
     on_one_device = False
 
     @property
+    def home(self) -> jax.sharding.Sharding:
+        return jax.NamedSharding(self.mesh, jax.P(self.axis))
+
+    @property
     def capacity(self) -> int:
         """The largest number of items, or steps, that all shards together can hold."""
         return self.num_shards * self.shards.capacity
