@@ -5,6 +5,7 @@ References:
 """
 
 import importlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args
 
@@ -125,15 +126,17 @@ def to_minari(dataset_id: str, source: Any, **options: Any) -> Any:
             only that observation, and its action and reward are left out. A terminated episode
             keeps its last step and repeats the observation, which no target uses.
         options: Options of ``minari.create_dataset_from_buffers``, which needs ``env``, or
-            ``observation_space`` and ``action_space``. Image compression is lossy unless
-            ``jpeg_encoding=False``.
+            ``observation_space`` and ``action_space``. Numbers are cast to the dtypes of these
+            spaces, such as float64. Images are written as they are; with ``jpeg_encoding=True``
+            they take less space, and change a little.
 
     Returns:
         The ``minari.MinariDataset``.
 
     Raises:
         ImportError: If Minari is not installed.
-        ValueError: If a field is missing or there are no steps.
+        ValueError: If a field is missing, there are no steps, or a number does not fit the dtype of
+            its space.
     """
     episodes = [episode for steps in _in_order(source) for episode in _split(steps)]
     if not episodes:
@@ -143,8 +146,48 @@ def to_minari(dataset_id: str, source: Any, **options: Any) -> Any:
         collector = importlib.import_module("minari.data_collector")
     except ImportError as error:
         raise ImportError("to_minari needs Minari: pip install 'jaxbuf[minari]'") from error
+    spaces = _spaces(options)
+    for episode in episodes:
+        episode.update({name: _cast(episode[name], spaces[name], name) for name in spaces})
     buffers = [collector.EpisodeBuffer(id=i, **episode) for i, episode in enumerate(episodes)]
-    return minari.create_dataset_from_buffers(dataset_id, buffers, **options)
+    return minari.create_dataset_from_buffers(
+        dataset_id, buffers, **{"jpeg_encoding": False} | options
+    )
+
+
+def _spaces(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the spaces that an episode's fields are written for, of those that are known."""
+    spaces = {
+        "observations": options.get("observation_space"),
+        "actions": options.get("action_space"),
+    }
+    env = options.get("env")
+    if env is not None and None in spaces.values():
+        made = env
+        if not hasattr(env, "observation_space"):
+            # A name or a specification, as Gymnasium takes them.
+            made = importlib.import_module("gymnasium").make(env)
+        given = {"observations": made.observation_space, "actions": made.action_space}
+        spaces = {name: space or given[name] for name, space in spaces.items()}
+        if made is not env:
+            made.close()
+    return {name: space for name, space in spaces.items() if space is not None}
+
+
+def _cast(values: PyTree, space: Any, name: str) -> PyTree:
+    """Returns the rows of a space in its dtypes; rows of another structure as they are."""
+    inner = getattr(space, "spaces", None)
+    if isinstance(values, Mapping) and isinstance(inner, Mapping):
+        return {
+            key: _cast(value, inner.get(key), f"{name}[{key!r}]") for key, value in values.items()
+        }
+    if isinstance(values, tuple) and isinstance(inner, tuple):
+        pairs = itertools.zip_longest(values, inner[: len(values)])
+        return tuple(_cast(value, one, f"{name}[{i}]") for i, (value, one) in enumerate(pairs))
+    dtype = getattr(space, "dtype", None)
+    if not isinstance(values, np.ndarray) or not isinstance(dtype, np.dtype):
+        return values
+    return numbers.convert(values, name, dtype)
 
 
 def _episodes(dataset: Any) -> Iterator[Any]:
@@ -313,7 +356,7 @@ def _in_order(source: Any) -> list[dict[str, PyTree]]:
     return [rows.read(0, rows.num_rows) for rows in ordered]
 
 
-def _split(steps: Any) -> Iterator[dict[str, PyTree]]:
+def _split(steps: Any) -> Iterator[dict[str, Any]]:
     """Yields the episodes of one environment's steps, with the fields of Minari's buffers."""
     needed = ("obs", "action", "reward", "terminated")
     missing = [name for name in needed if not isinstance(steps, dict) or name not in steps]

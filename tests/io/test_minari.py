@@ -137,6 +137,46 @@ def test_what_was_written_is_read_back(minari, kind):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("data_format", ["hdf5", "arrow"])
+def test_numbers_have_the_dtypes_of_the_spaces_and_images_are_exact(minari, data_format):
+    gymnasium = pytest.importorskip("gymnasium")
+    if data_format == "arrow":
+        pytest.importorskip("pyarrow")
+    shapes = {"stack": (8, 8, 4), "gray": (8, 8, 1), "color": (8, 8, 3)}
+    image = {name: gymnasium.spaces.Box(0, 255, shape, np.uint8) for name, shape in shapes.items()}
+    random = np.random.default_rng(0)
+    obs = {name: random.integers(0, 256, (6, *shape), np.uint8) for name, shape in shapes.items()}
+    obs["state"] = random.normal(size=(6, 3)).astype(np.float32)
+    steps = {
+        "obs": obs,
+        "action": random.integers(0, 2, (6, 2)).astype(np.int32),
+        "reward": np.arange(6, dtype=np.float32),
+        "next_obs": obs,
+        "terminated": np.arange(6) % 3 == 2,
+        "truncated": np.zeros(6, bool),
+    }
+
+    class Env(gymnasium.Env):
+        observation_space = gymnasium.spaces.Dict(
+            image | {"state": gymnasium.spaces.Box(-9, 9, (3,), np.float64)}
+        )
+        action_space = gymnasium.spaces.MultiDiscrete([2, 2])
+
+    written = jaxbuf.to_minari("jaxbuf/exact-v0", steps, env=Env(), data_format=data_format)
+    read = minari.load_dataset("jaxbuf/exact-v0")
+    assert (written.total_steps, read.total_steps) == (6, 6)
+    for number, episode in enumerate(read.iterate_episodes()):
+        rows = slice(3 * number, 3 * number + 3)
+        chex.assert_trees_all_equal(
+            jax.tree.map(lambda leaf: leaf[:-1], episode.observations),
+            {name: leaf[rows] for name, leaf in obs.items()},
+        )
+        np.testing.assert_array_equal(episode.actions, steps["action"][rows])
+        assert episode.observations["state"].dtype == np.float64
+        assert episode.actions.dtype == np.int64
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_without_next_observations_the_last_row_of_an_episode_is_one(minari):
     steps = {
         "obs": np.arange(7.0)[:, None] * [1, 1],
