@@ -366,6 +366,7 @@ def _compare(
             hint = "create it alike, load it, and change its sampler with buffer.with_sampler(...)"
         if any(name.endswith(".num_shards") for name in fields):
             hint = f"create it with as many shards, on any number of devices, or {hint}"
+        hint = _hint_of_mixture(fields, configuration, expected) or hint
     else:
         hint = "pass a pytree like the one that was saved"
         messages = [f"like{name} is not in the checkpoint" for name in wanted if name not in saved]
@@ -382,6 +383,36 @@ def _compare(
         shown = "; ".join(itertools.islice(sorted(messages), 5))
         more = f" (and {len(messages) - 5} more)" if len(messages) > 5 else ""
         raise ValueError(f"the checkpoint {version} is of something else: {shown}{more}; {hint}")
+
+
+def _hint_of_mixture(
+    fields: list[str], saved: Configuration, expected: Configuration
+) -> str | None:
+    """Returns how to load a ``Mixture`` of which only ratios, or more parts, are new.
+
+    Args:
+        fields: The names of what differs.
+        saved: The configuration as it was saved.
+        expected: That of the pytree to load into.
+    """
+    name = next((field for field in fields if field.endswith(".ratios")), "")
+    mixture = name.removesuffix(".ratios")
+    if not name or not saved.get(mixture) == expected.get(mixture) == "Mixture":
+        return None
+    ratios, count = tuple(saved[name]), len(saved[name])
+    more = [f"{mixture}.parts[{i}]" for i in range(count, len(expected[name]))]
+    if len(expected[name]) < count or not all(
+        field == name or field.startswith(tuple(more)) for field in fields
+    ):
+        return None
+    like = f"like{mixture}.replace(parts=like{mixture}.parts[:{count}], ratios={ratios})"
+    place = f"like, in which like{mixture} is {like}" if mixture else like
+    return (
+        f"load what was saved, and make another mixture of it:\n"
+        f"    saved = jaxbuf.load(path, {place})\n"
+        f"    mixture = jaxbuf.Mixture.create([*saved{mixture}.parts, *like{mixture}.parts"
+        f"[{count}:]], like{mixture}.ratios)"
+    )
 
 
 def _other_envs(

@@ -256,6 +256,28 @@ def test_rings_are_not_loaded_as_items_nor_items_as_rings(tmp_path, resize):
                     jaxbuf.load(tmp_path / name, like, resize=resize)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_mixture_of_other_ratios_is_loaded_by_the_two_lines_of_the_refusal(tmp_path, more):
+    def create(ratios):
+        return jaxbuf.Mixture.create([item_buffer(4) for _ in ratios], ratios)
+
+    old = create((0.1, 0.2, 0.7))
+    parts = [part.add(items(i + 1)) for i, part in enumerate(old.parts)]
+    jaxbuf.save(tmp_path, old.replace(parts=tuple(parts)))
+    like = create((2, 1, 1) + more * (4,))
+    with pytest.raises(ValueError, match=r"like\.ratios is .*make another mixture") as refusal:
+        jaxbuf.load(tmp_path, like)
+    names = {"jaxbuf": jaxbuf, "path": tmp_path, "like": like}
+    first, second = str(refusal.value).splitlines()[1:]
+    exec(f"{first.strip()}\n{second.strip()}", names)
+    assert names["mixture"].ratios == like.ratios
+    for i, part in enumerate(names["mixture"].parts):
+        assert_ids(part, [i + 1] if i < 3 else [])
+    jaxbuf.save(tmp_path, {"replay": old})
+    with pytest.raises(ValueError, match=r"in which like\['replay'\] is like\['replay'\].replace"):
+        jaxbuf.load(tmp_path, {"replay": like})
+
+
 def test_bad_arguments_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
         jaxbuf.load(tmp_path / "nowhere", item_buffer())
