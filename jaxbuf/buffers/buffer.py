@@ -165,7 +165,7 @@ class Buffer:
 
     @property
     def home(self) -> jax.sharding.Sharding | None:
-        """Where its arrays must be; None if they may be on any device."""
+        """The sharding that its arrays must have; None if they may be on any device."""
         return None
 
     def inside(self) -> tuple[Any, int]:

@@ -60,7 +60,7 @@ def size_of(index: Index) -> int:
 
 
 def common(one: Index, other: Index) -> Index | None:
-    """Returns the part that two parts of an array share; None if there is none."""
+    """Returns the part that two parts of an array share; None if they share nothing."""
     shared = tuple(
         slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
     )

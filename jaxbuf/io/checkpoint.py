@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree, UInt8
 
-from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_not_donated
 from jaxbuf.core.hyperparameters import Varying
@@ -52,7 +52,7 @@ _BYTE_ROW = jax.ShapeDtypeStruct((1,), _UINT8)
 # Bytes of a chunk, of which threads keep several in memory.
 _CHUNK_BYTES = 2**21
 _MOST_CHUNK_BYTES = 2**24
-# Bytes that a load puts into place at a time, and those that it reads ahead.
+# Bytes that a load puts into place at a time, and bytes that it reads ahead.
 _BLOCK_BYTES = 2**20
 _AHEAD_BYTES = 2**21
 # More threads would keep more memory; one reads while another one decodes.
@@ -220,7 +220,7 @@ def _placed(like: Tree) -> Tree:
     """Returns ``like``, in which shapes say where the arrays of a buffer must be."""
 
     def has_home(node: object) -> bool:
-        return isinstance(node, Buffer) and node.home is not None
+        return as_buffer(node).home is not None
 
     def place(node: Any) -> Any:
         def with_home(leaf: Any) -> Any:
@@ -705,7 +705,7 @@ class _InMemory:
 
 
 def _ahead(indices: Iterable[Index], reads: Iterable[Any]) -> Iterator[Block]:
-    """Yields blocks, while those that follow are read from disk."""
+    """Yields blocks, while the next ones are read from disk."""
     waiting: collections.deque[tuple[Index, Any]] = collections.deque()
     nbytes = 0
     for index, read in zip(indices, reads, strict=True):

@@ -156,7 +156,7 @@ def to_minari(dataset_id: str, source: Any, **options: Any) -> Any:
 
 
 def _spaces(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the spaces that an episode's fields are written for, of those that are known."""
+    """Returns the known spaces, by the names of an episode's fields."""
     spaces = {
         "observations": options.get("observation_space"),
         "actions": options.get("action_space"),

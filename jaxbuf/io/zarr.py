@@ -31,7 +31,7 @@ def new_cache(size: int, threads: int | None = None) -> "Context":
     Args:
         size: The size in bytes.
         threads: The number of threads that read or decode chunks at a time, each of which keeps
-            some memory; None for those that tensorstore takes.
+            some memory; None for as many as tensorstore takes.
     """
     import tensorstore as ts
 

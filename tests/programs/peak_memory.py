@@ -1,7 +1,8 @@
 """The memory that a load and an append of a large buffer take; run by the tests of checkpoints.
 
-``python -m tests.programs.peak_memory KIND FOLDER`` saves a buffer, if there is none yet. Otherwise
-it loads it and appends it to a store, and prints its size and the peak of both, in MiB.
+``python -m tests.programs.peak_memory KIND FOLDER`` saves a buffer to a new folder. From an
+existing one it loads the buffer and appends it to a store, and prints its size and both peaks, in
+MiB.
 """
 
 import gc
