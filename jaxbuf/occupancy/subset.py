@@ -10,7 +10,9 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
@@ -127,7 +129,15 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
     ) -> Int[Array, " B"]:
         """Returns draws for the ``wanted`` rows; searches for no member if there are none."""
         draw = super().draw_where
-        return lax.cond(jnp.any(wanted), lambda: draw(wanted, words, index), lambda: index)
+
+        def search(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            any_wanted, index = carry
+            # Dependent on the carry, so that XLA does not search ahead of the loop.
+            return ~any_wanted, draw(wanted, after(words, index), index)
+
+        # A loop of at most one step. Unlike a cond under vmap, it runs only if a buffer needs it.
+        begin = vary_with((jnp.any(wanted), index), (wanted, words, index, self))
+        return lax.while_loop(lambda carry: carry[0], search, begin)[1]
 
     @property
     def num_slots(self) -> int:

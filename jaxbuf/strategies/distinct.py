@@ -6,9 +6,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.seldom import if_needed
 
 Scratch = TypeVar("Scratch")
 
@@ -22,9 +23,10 @@ def distinct(
     batch_size: int,
     count: Int[Array, ""],
     scratch: Scratch,
-    propose: Callable[[PRNGKeyArray, int, Scratch], Int[Array, " P"]],
+    propose: Callable[..., Int[Array, " P"]],
     remove: Callable[[Scratch, Int[Array, " B"]], Scratch] | None,
     capacity: int,
+    *context: PyTree[Array],
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Draws ``count`` different items.
 
@@ -40,11 +42,13 @@ def distinct(
             that can be drawn. If it is larger, as in a buffer that was put together by hand, the
             rows without an item are not valid.
         scratch: The state from which ``propose`` draws.
-        propose: Takes a key, a number of rows and the scratch, and draws that many items with
-            replacement, all below ``capacity``.
+        propose: Takes a key, a number of rows, the scratch and the context, and draws that many
+            items with replacement, all below ``capacity``. If there is ``remove``, it must not use
+            other arrays than these.
         remove: Removes items from the scratch and ignores ``capacity``; or None, if items are
             equally likely and repeats need only be discarded.
         capacity: An upper bound of the items, which are numbers below it.
+        *context: What else ``propose`` needs.
 
     Returns:
         The items in the order in which they were drawn, ``[B]``, and a mask of the rows that hold
@@ -53,32 +57,40 @@ def distinct(
     # About batch_size**2 / (2 * capacity) equally likely items repeat; unequal ones several times
     # as many.
     spare = min(max(4 * batch_size**2 // capacity, batch_size // 8, 1), batch_size)
-    first = propose(jax.random.fold_in(key, 0), batch_size + spare, scratch)
+    first = propose(jax.random.fold_in(key, 0), batch_size + spare, scratch, *context)
     chosen, filled = first_distinct(first, count, capacity, size=batch_size)
-    # The scratch may vary over the devices of a mesh while the key does not, or the reverse.
-    filled, chosen, scratch = vary_with((filled, chosen, scratch), (chosen, scratch))
 
-    def unfinished(carry: tuple[Array, Array, Array, Array, Scratch]) -> Array:
-        _, idle, filled, *_ = carry
-        return (filled < count) & (idle < _MOST_IDLE)
+    def redraw(
+        key: PRNGKeyArray,
+        count: Array,
+        filled: Array,
+        chosen: Array,
+        scratch: Scratch,
+        *context: PyTree[Array],
+    ) -> Int[Array, " B"]:
+        def unfinished(carry: tuple[Array, Array, Array, Array, Scratch]) -> Array:
+            _, idle, filled, *_ = carry
+            return (filled < count) & (idle < _MOST_IDLE)
 
-    def attempt(
-        carry: tuple[Array, Array, Array, Array, Scratch],
-    ) -> tuple[Array, Array, Array, Array, Scratch]:
-        round_, idle, before, chosen, scratch = carry
-        if remove is not None:
-            scratch = remove(scratch, chosen)
-        proposed = propose(jax.random.fold_in(key, round_), batch_size, scratch)
-        both = jnp.concatenate([chosen, proposed])
-        chosen, filled = first_distinct(both, count, capacity, size=batch_size)
-        return round_ + 1, jnp.where(filled > before, 0, idle + 1), filled, chosen, scratch
+        def attempt(
+            carry: tuple[Array, Array, Array, Array, Scratch],
+        ) -> tuple[Array, Array, Array, Array, Scratch]:
+            round_, idle, before, chosen, scratch = carry
+            if remove is not None:
+                scratch = remove(scratch, chosen)
+            proposed = propose(jax.random.fold_in(key, round_), batch_size, scratch, *context)
+            both = jnp.concatenate([chosen, proposed])
+            chosen, filled = first_distinct(both, count, capacity, size=batch_size)
+            return round_ + 1, jnp.where(filled > before, 0, idle + 1), filled, chosen, scratch
 
-    def redraw() -> Int[Array, " B"]:
+        # The scratch may vary over the devices of a mesh while the key does not, or the reverse.
+        filled, chosen, scratch = vary_with((filled, chosen, scratch), (chosen, scratch))
         begin = (jnp.int32(1), vary_with(jnp.int32(0), filled), filled, chosen, scratch)
         return lax.while_loop(unfinished, attempt, begin)[3]
 
+    rest = (key, count, filled, chosen, scratch, *context)
     # A loop copies the scratch even if it takes no step, so it runs only where it is needed.
-    items = redraw() if remove is None else lax.cond(filled < count, redraw, lambda: chosen)
+    items = redraw(*rest) if remove is None else if_needed(filled < count, redraw, chosen, *rest)
     drawn = jnp.arange(batch_size, dtype=jnp.int32) < count
     return items, vary_with(drawn, items) & (items < capacity)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
 
 from jaxbuf.core import native
 from jaxbuf.core.random import random_words, scale_word
@@ -64,7 +64,8 @@ def draw_distinct(
     rows: int,
     count: Int[Array, ""],
     masses: SegmentTree,
-    propose: Callable[[PRNGKeyArray, int, SegmentTree], Int[Array, " P"]] = draw_by_mass,
+    propose: Callable[..., Int[Array, " P"]] = draw_by_mass,
+    *context: PyTree[Array],
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Draws different items, each in proportion to the masses of the items that are left.
 
@@ -74,8 +75,9 @@ def draw_distinct(
         count: The number of items to draw, at most ``B``, and at most the number of items that
             ``propose`` can draw.
         masses: A tree with sums.
-        propose: Draws items with replacement from a tree, in which items drawn before may have no
-            mass any more.
+        propose: Takes a key, a number of rows, a tree and the context, and draws items with
+            replacement from the tree, in which items drawn before may have no mass any more.
+        *context: What else ``propose`` needs; it must not use other arrays.
 
     Returns:
         The items in the order in which they were drawn, ``[B]``, and a mask of the rows that hold
@@ -88,7 +90,7 @@ def draw_distinct(
         >>> sorted(index[valid].tolist()), valid.tolist()
         ([0, 2], [True, True, False])
     """
-    return distinct(key, rows, count, masses, propose, remove_masses, masses.capacity)
+    return distinct(key, rows, count, masses, propose, remove_masses, masses.capacity, *context)
 
 
 def points(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, native
-from jaxbuf.core.hyperparameters import is_fixed
+from jaxbuf.core.hyperparameters import changed, is_fixed
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
@@ -215,21 +215,30 @@ class Prioritized(ShardableSampler):
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
         summaries = self.summaries(state, occupancy)
-        total = state.root("sum")
 
-        def propose(key: PRNGKeyArray, rows: int, scratch: SegmentTree) -> Int[Array, " P"]:
+        def propose(
+            key: PRNGKeyArray,
+            rows: int,
+            scratch: SegmentTree,
+            occupancy: Occupancy,
+            total: Float[Array, ""],
+            uniform_mix: Float[Array, ""],
+        ) -> Int[Array, " P"]:
+            varies = isinstance(self.uniform_mix, jax.Array)
+            sampler = changed(self, uniform_mix=uniform_mix) if varies else self
             # An item is drawn with ``(1 - mix) * mass / total + mix / size``. Of the first term,
             # ``left`` remains once items are drawn. Uniform draws go on over all items, and are
             # discarded if they hit drawn ones, so that the second term remains ``mix``.
-            mix = jnp.where(total > 0, jnp.float32(self.uniform_mix), jnp.float32(1.0))
+            mix = jnp.where(total > 0, uniform_mix, jnp.float32(1.0))
             left = over((1 - mix) * scratch.root("sum"), total)
             uniform_share = jnp.where(mix > 0, mix / (left + mix), 0.0)
-            rest = self.summaries(scratch, occupancy)
-            targets = self._targets(rest, key, rows, scratch.capacity, uniform_share)
-            return self._find(scratch, occupancy, targets.point)[0]
+            rest = sampler.summaries(scratch, occupancy)
+            targets = sampler._targets(rest, key, rows, scratch.capacity, uniform_share)
+            return sampler._find(scratch, occupancy, targets.point)[0]
 
         count = jnp.minimum(batch_size, self.support_among(summaries).count)
-        index, valid = draw_distinct(key, batch_size, count, state, propose)
+        context = (occupancy, state.root("sum"), jnp.float32(self.uniform_mix))
+        index, valid = draw_distinct(key, batch_size, count, state, propose, *context)
         index, mass = state.read(index)
         return Draw(index, self._probability(summaries, mass), valid)
 

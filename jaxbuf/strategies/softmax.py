@@ -1,6 +1,7 @@
 """A sampler that draws from the softmax of scores."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
@@ -21,6 +22,7 @@ from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.seldom import if_needed
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.mass import (
@@ -356,33 +358,34 @@ class Softmax(ShardableSampler):
         self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
         enough = state.masses.nnz >= batch_size
+        # With too few items the loop of a draw by mass would not find a batch.
+        count = jnp.where(enough, batch_size, 0)
+        by_mass = draw_distinct(key, batch_size, count, state.masses)
+        by_noise = functools.partial(_draw_by_noise, batch_size=batch_size)
+        temperature = jnp.float32(self.temperature)
+        # One of the two draws counts, so that both may have the key.
+        again = jax.random.clone(key)
+        return if_needed(~enough, by_noise, by_mass, again, state.scores, temperature)
 
-        def by_mass() -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-            # Under vmap this branch always runs, and would not end if there were too few items.
-            count = jnp.where(enough, batch_size, 0)
-            return draw_distinct(key, batch_size, count, state.masses)
 
-        return lax.cond(enough, by_mass, lambda: self._by_noise(state, key, batch_size))
-
-    def _by_noise(
-        self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
-    ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-        score = state.scores.leaves
-        finite = jnp.isfinite(score)
-        largest = jnp.max(jnp.where(finite, score, -jnp.inf))
-        logit = (score - jnp.where(jnp.isfinite(largest), largest, 0.0)) / jnp.float32(
-            self.temperature
-        )
-        key, infinite_key = jax.random.split(key)
-        noisy = jnp.maximum(logit, -1e37) + jax.random.gumbel(key, score.shape, jnp.float32)
-        # Scores of +inf come first, in random order among themselves.
-        infinite = jnp.float32(2.0**126) * (
-            1.0 + jax.random.uniform(infinite_key, score.shape, jnp.float32)
-        )
-        rank = jnp.where(finite, noisy, jnp.where(score > 0, infinite, -jnp.inf))
-        value, index = sorting.largest(rank, min(batch_size, score.shape[0]))
-        padding = (0, batch_size - index.shape[0])
-        return jnp.pad(index, padding), jnp.pad(value > -jnp.inf, padding)
+def _draw_by_noise(
+    key: PRNGKeyArray, scores: SegmentTree, temperature: Float[Array, ""], *, batch_size: int
+) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Draws the items with the largest scores after adding Gumbel noise, out of all slots."""
+    score = scores.leaves
+    finite = jnp.isfinite(score)
+    largest = jnp.max(jnp.where(finite, score, -jnp.inf))
+    logit = (score - jnp.where(jnp.isfinite(largest), largest, 0.0)) / temperature
+    key, infinite_key = jax.random.split(key)
+    noisy = jnp.maximum(logit, -1e37) + jax.random.gumbel(key, score.shape, jnp.float32)
+    # Scores of +inf come first, in random order among themselves.
+    infinite = jnp.float32(2.0**126) * (
+        1.0 + jax.random.uniform(infinite_key, score.shape, jnp.float32)
+    )
+    rank = jnp.where(finite, noisy, jnp.where(score > 0, infinite, -jnp.inf))
+    value, index = sorting.largest(rank, min(batch_size, score.shape[0]))
+    padding = (0, batch_size - index.shape[0])
+    return jnp.pad(index, padding), jnp.pad(value > -jnp.inf, padding)
 
 
 def _check_temperature(name: str, value: object) -> float:
