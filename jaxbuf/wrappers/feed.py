@@ -134,14 +134,29 @@ class _Adder:
         except queue.Empty:
             return
         form, count = _form(message)
-        if form is not None and form in self._known:
-            message = self._batch(form, count, message)
-        self._holder.add(**message)
-        if form is not None and self._holder.read(_takes_any_rows):
-            self._known.add(form)
+        if form is None or form not in self._known:
+            self._holder.add(**message)
+            if form is not None and self._holder.read(_takes_any_rows):
+                self._known.add(form)
+            return
+        messages, total, size = self._waiting(form, count, message)
+        if len(messages) > 1:
+            try:
+                self._holder.add(**_joined(messages, total, size) | {"timeout": 0.0})
+                return
+            except TimeoutError:
+                # Others have added meanwhile. Many rows might wait for a room that single rows fill
+                # until somebody can take them.
+                pass
+        for each in messages:
+            self._holder.add(**each)
 
-    def _batch(self, form: _Form, count: int, message: Any) -> Any:
-        """Returns a message, joined with those of its form behind it that are let in now."""
+    def _waiting(self, form: _Form, count: int, message: Any) -> tuple[list[Any], int, int]:
+        """Returns a message and those of its form behind it that are let in now.
+
+        Returns:
+            The messages, the number of their rows, and the number to which they are padded.
+        """
         messages, total = [message], count
         sizes = [size for size in _SIZES if size * form.row_bytes <= _MOST_BYTES]
         most = self._most(total, sizes[-1]) if sizes else 0
@@ -156,9 +171,7 @@ class _Adder:
                 break
             messages.append(following)
             total += count
-        if len(messages) == 1:
-            return message
-        return _joined(messages, total, next(size for size in sizes if size >= total))
+        return messages, total, next((size for size in sizes if size >= total), total)
 
     def _most(self, least: int, most: int) -> int:
         """Returns how many rows are let in now, if more than ``least``, and at most ``most``."""

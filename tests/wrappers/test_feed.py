@@ -126,6 +126,23 @@ def test_a_queue_takes_what_it_has_room_for():
     assert [*itertools.chain(*taken)] == [*range(100)]
 
 
+def test_rows_whose_room_others_have_taken_go_in_one_by_one():
+    with jaxbuf.Holder(jaxbuf.Queue.create(jnp.float32(0), 40)) as holder:
+        add, others = holder.add, [jnp.full(35, -1.0)]
+
+        def late(items, **options):
+            if len(items) > 1 and others:
+                add(others.pop())
+            add(items, **options)
+
+        holder.add, rows = late, queue.Queue()
+        for number in range(30):
+            rows.put(one(number))
+        jaxbuf.feed(holder, rows)
+        assert holder.take(38, timeout=60.0).data.tolist() == [0, *[-1] * 35, 1, 2]
+        assert holder.take(27, timeout=60.0).data.tolist() == [*range(3, 30)]
+
+
 def test_a_limiter_lets_in_as_many_rows_as_one_by_one():
     limiter, most = jaxbuf.RateLimiter.create(2.0, 4, tolerance=(-8.0, 37.0)), 0
     while limiter.inserted(most).can_insert(most, 1):
