@@ -29,10 +29,10 @@ def if_needed(
     """Returns ``function(*operands)`` if it is needed, and else ``otherwise``.
 
     Under ``jax.vmap`` a ``lax.cond`` computes both branches for all members, and a loop of at most
-    one step computes it for all if one needs it. There this function computes it on a CPU for one
-    member after the other, of those that need it, so that the others cost nothing; an accelerator
-    computes it for all at once, unless none needs it. An operand that is not mapped is not copied.
-    No gradient passes.
+    one step computes its body for all if one needs it. There this function goes on a CPU through
+    the members in need, one after the other, so that the rest cost nothing. An accelerator computes
+    it for all at once, unless none is in need. An operand that is not mapped is not copied. No
+    gradient passes.
 
     Args:
         needed: Whether to compute it.

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from jaxbuf.core import checks
@@ -120,8 +121,9 @@ class Staleness(KnownSampler):
 
     def draw(self, state: Visits, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
-        mass = self._masses(state, occupancy)
-        tree = SegmentTree.create(mass.shape[0]).set_all(mass)
+        # Otherwise XLA computes powers, and joins the levels, once for each of their consumers.
+        mass = lax.optimization_barrier(self._masses(state, occupancy))
+        tree = lax.optimization_barrier(SegmentTree.create(mass.shape[0]).set_all(mass))
         if self.replacement:
             index = draw_by_mass(key, batch_size, tree, stratified=self.stratified)
             valid = jnp.broadcast_to(tree.root("sum") > 0, index.shape)

@@ -1,5 +1,7 @@
 """The sampler `Staleness`: what was not drawn for long is drawn first."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import jaxbuf
 from jaxbuf import testing
 from tests.models import items as reference
 from tests.models.staleness import stale_law
+from tests.traces import large_outside_of_branches
 
 KEY = jax.random.key(0)
 
@@ -221,3 +224,20 @@ def test_bad_configuration():
     with pytest.raises(ValueError, match="has no priorities"):
         filled(TIMES, 7).add(jnp.array([1]), priority=jnp.ones(1))
     assert jaxbuf.Staleness(np.float32(0.5)) == jaxbuf.Staleness(0.5)
+
+
+def test_draws_under_vmap_compute_the_masses_of_a_shared_buffer_once():
+    slots = 1 << 16
+    sampler = jaxbuf.Staleness(replacement=False)
+    create = functools.partial(jaxbuf.ItemBuffer.create, jnp.int32(0), slots, sampler=sampler)
+    buffer = jax.eval_shape(create)
+
+    def passes(draw, keys):
+        text = jax.jit(draw).lower(buffer, keys).compile().as_text()
+        return [(found.opcode, found.type) for found in large_outside_of_branches(text, slots)]
+
+    def draw(buffer, key):
+        return buffer.sample(key, 8).slots
+
+    one = passes(draw, jax.random.key(0))
+    assert passes(jax.vmap(draw, (None, 0)), jax.random.split(jax.random.key(0), 3)) == one
