@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, UInt
 from jaxbuf.buffers import events
 from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.base import SampledBase
+from jaxbuf.core import storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.slots import Slots
 from jaxbuf.occupancy.bitset import Bitset
@@ -75,7 +76,7 @@ def known(buffer: SampledBase, name: str, slots: Slots) -> Int[Array, " B"]:
 
 
 def _retire_stale(buffer: AnyBuffer, i: int) -> AnyBuffer:
-    """Retires the items that part ``i`` returns, and asks it only if there can be any."""
+    """Retires the items that part ``i`` returns, and asks it as long as there can be any."""
     part = buffer.extras[i]
     if part.may_retire(buffer.extra_states[i]) is None:
         return buffer
@@ -84,28 +85,32 @@ def _retire_stale(buffer: AnyBuffer, i: int) -> AnyBuffer:
         return part.may_retire(buffer.extra_states[i])  # pyright: ignore[reportReturnType]
 
     def retire(buffer: AnyBuffer) -> AnyBuffer:
+        slots, stale = part.retires(buffer.extra_states[i])
         assert isinstance(buffer.occupancy, Subset)
-        stale = buffer.occupancy.members.where(part.retires(buffer.extra_states[i]))
-        buffer = _retire_all(buffer, i, stale)
+        buffer = _retire_all(buffer, i, slots, stale & buffer.occupancy.members.get(slots))
         return buffer.with_state(i, events.notify(part.looked, buffer.extra_states[i]))
 
-    # This loop has at most one round. XLA updates what it carries in place.
+    # XLA updates what a loop carries in place.
     return lax.while_loop(may_retire, retire, vary_with(buffer, buffer))
 
 
-def _retire_all(buffer: AnyBuffer, i: int, stale: Bitset) -> AnyBuffer:
-    """Retires the items that part ``i`` finds ``stale``, a fixed number at a time."""
+def _retire_all(
+    buffer: AnyBuffer, i: int, slots: Int[Array, " C"], stale: Bool[Array, " C"]
+) -> AnyBuffer:
+    """Retires the ``stale`` ones among the items in these slots, a fixed number at a time."""
+    chosen = Bitset.of(stale)
 
     def is_left(carry: tuple[Array, AnyBuffer]) -> Bool[Array, ""]:
-        return carry[0] < stale.size
+        return carry[0] < chosen.size
 
     def retire_some(carry: tuple[Array, AnyBuffer]) -> tuple[Array, AnyBuffer]:
         count, buffer = carry
         rank = count + jnp.arange(_ROWS, dtype=jnp.int32)
-        index = jnp.where(rank < stale.size, stale.at(rank), stale.capacity)
+        index = storage.select(chosen.at(rank), slots)
+        index = jnp.where(rank < chosen.size, index, buffer.occupancy.capacity)
         return count + _ROWS, _retire(buffer, i, index, "version")
 
-    carry = vary_with((jnp.int32(0), buffer), stale.size)
+    carry = vary_with((jnp.int32(0), buffer), chosen.size)
     return lax.while_loop(is_left, retire_some, carry)[1]
 
 

@@ -3,7 +3,8 @@
 Version 0.2.0 kept the compared parts of items as float32 where all their bits are compared now, an
 array without elements for returns that are not recorded, no windows that are cut short by the
 end of their episode, and counters for the staleness of removed items. Its rings had an axis of
-environments and one of time, which are one axis now.
+environments and one of time, which are one axis now. Up to version 0.3.0 ``Freshness`` kept one
+lower bound on the versions of all slots.
 """
 
 from collections.abc import Callable
@@ -145,6 +146,10 @@ def _change(
             if (before[-1:], now[-1:]) == ((count,), (len(kept),)):
                 return lambda leaf: jnp.take(leaf, np.asarray(kept), axis=-1)
             return None
+    if field == "oldest" and configuration.get(node) == "FreshnessState":
+        # One lower bound was kept for all slots, which holds for each block of them.
+        shared = len(before) == len(now) - 1
+        return (lambda leaf: jnp.broadcast_to(leaf[..., None], now)) if shared else None
     if len(before) != len(now) + 1:
         return None
     # Axes of environments and of time, which are one now.

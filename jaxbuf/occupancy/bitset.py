@@ -56,20 +56,21 @@ class Bitset(Checked, struct.PyTreeNode):
         starts = _starts(capacity)
         return cls(jnp.zeros((starts[-1],), jnp.uint32), jnp.int32(0), capacity)
 
-    def where(self, mask: Bool[Array, " N"]) -> Self:
-        """Returns the members at which ``mask`` is True; costs one pass over all numbers."""
-        starts = _starts(self.capacity)
-        bits = jnp.pad(mask, (0, starts[1] * _WIDTH - self.capacity)).reshape(-1, _WIDTH)
+    @classmethod
+    def of(cls, mask: Bool[Array, " N"]) -> Self:
+        """Returns the set of the numbers at which ``mask`` is True."""
+        capacity = mask.shape[0]
+        starts = _starts(capacity)
+        bits = jnp.pad(mask, (0, starts[1] * _WIDTH - capacity)).reshape(-1, _WIDTH)
         value = _bit(jnp.arange(_WIDTH, dtype=jnp.int32))[None]
         words = jnp.sum(jnp.where(bits, value, jnp.uint32(0)), axis=1, dtype=jnp.uint32)
-        words &= self.nodes[: starts[1]]
         levels, counts = [words], lax.population_count(words)
         for start, end in itertools.pairwise(starts[1:]):
             counts = jnp.sum(counts.reshape(-1, _WIDTH), axis=1, dtype=jnp.uint32)
             counts = jnp.pad(counts, (0, end - start - counts.shape[0]))
             levels.append(counts)
         size = jnp.sum(counts, dtype=jnp.uint32).astype(jnp.int32)
-        return self.replace(nodes=jnp.concatenate(levels), size=size)
+        return cls(jnp.concatenate(levels), size, capacity)
 
     def get(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns a mask of the numbers that are members; False for numbers out of range."""

@@ -13,11 +13,15 @@ from typing import Literal, Self, get_args
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, counters, sizes, storage
+from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.division import quotient
 from jaxbuf.core.problems import first_wrong
+from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows
@@ -27,6 +31,9 @@ Comparison = Literal[">=", ">"]
 _NEVER = np.int32(2**31 - 1)
 # Too stale for a learner of any version.
 _TOO_OLD = np.int32(-(2**31))
+# The number of slots that share a lower bound on their versions, and the number of such blocks in
+# which stale items are looked for at a time.
+_BLOCK, _BLOCKS = 256, 16
 # "retired_used" and "retired_stale" count retired items; "version" and "session" are the learner's.
 _COUNTERS = ("retired_used", "retired_stale", "version", "session")
 
@@ -38,15 +45,15 @@ class FreshnessState(struct.PyTreeNode):
         versions: The version of the item in each slot, ``[N]``; the least int32 where an item was
             too stale and retired.
         uses: The number of uses of the item in each slot, ``[N]``.
-        oldest: A lower bound on the versions of all items that may still become too stale. While
-            this version is fresh enough, no item needs to be checked.
+        oldest: For every 256 slots a lower bound on the versions of the items that may still
+            become too stale, ``[M]``. While it is fresh enough, none of them needs to be checked.
         counters: Counts of retired items, and the learner's version and session, ``[4]`` uint32,
             which wrap. ``count`` reads one by name.
     """
 
     versions: Int[Array, " N"]
     uses: Int[Array, " N"]
-    oldest: Int[Array, ""]
+    oldest: Int[Array, " M"]
     counters: UInt[Array, " 4"]
 
     @property
@@ -74,7 +81,8 @@ class Freshness(Part):
 
     The staleness of an item is the learner's version, set by ``buffer.set_version``, minus the
     item's version, passed to ``add``. When the learner's version increases, all items that have
-    become too stale retire, wherever they are stored. A new item that is too stale already is
+    become too stale retire, wherever they are stored, at a cost that follows their number and not
+    that of all items. A new item that is too stale already is
     refused and counted, and evicts nothing. Staleness is negative if a policy is ahead of the
     learner.
 
@@ -138,7 +146,7 @@ class Freshness(Part):
         return FreshnessState(
             versions=jnp.zeros((slots,), jnp.int32),
             uses=jnp.zeros((slots,), jnp.int32),
-            oldest=jnp.int32(_NEVER),
+            oldest=jnp.full((-(-slots // _BLOCK),), _NEVER),
             counters=jnp.zeros((len(_COUNTERS),), jnp.uint32),
         )
 
@@ -157,7 +165,13 @@ class Freshness(Part):
         if session is not None:
             # This includes incomplete windows, of which only the first step may be stored.
             is_other = session != state.session
-            state = state.replace(versions=jnp.where(is_other, _TOO_OLD, state.versions))
+            # A loop of at most one round, since most calls change no version.
+            _, versions = lax.while_loop(
+                lambda carry: carry[0],
+                lambda carry: (jnp.zeros_like(carry[0]), jnp.full_like(carry[1], _TOO_OLD)),
+                vary_with((is_other, state.versions), is_other, state.versions),
+            )
+            state = state.replace(versions=versions)
             recheck |= is_other
             change["session"] = (session - state.session).astype(jnp.uint32)
         state = state.replace(oldest=jnp.where(recheck, _TOO_OLD, state.oldest))
@@ -222,17 +236,32 @@ class Freshness(Part):
 
     def may_retire(self, state: FreshnessState) -> Bool[Array, ""]:
         """Returns whether any item can be too stale."""
-        return state.oldest < self.floor(state.version)
+        return jnp.min(state.oldest) < self.floor(state.version)
 
-    def retires(self, state: FreshnessState) -> Bool[Array, " N"]:
-        """Returns a mask of the slots whose versions are too old."""
-        return state.versions < self.floor(state.version)
+    def retires(self, state: FreshnessState) -> tuple[Int[Array, " C"], Bool[Array, " C"]]:
+        """Returns the slots of some blocks that may have items whose versions are too old."""
+        index = self._suspects(state).reshape(-1)
+        stale = storage.select(index, state.versions) < self.floor(state.version)
+        return index, stale & (index < state.versions.shape[0])
 
     def looked(self, state: FreshnessState) -> FreshnessState:
-        """Notes the oldest version that is left."""
-        stale = state.versions < self.floor(state.version)
-        oldest = jnp.min(jnp.where(stale, _NEVER, state.versions))
-        return state.replace(oldest=oldest)
+        """Notes the oldest versions that are left in these blocks."""
+        index = self._suspects(state)
+        versions = storage.select(index, state.versions)
+        gone = (versions < self.floor(state.version)) | (index >= state.versions.shape[0])
+        oldest = jnp.min(jnp.where(gone, _NEVER, versions), axis=1)
+        block = quotient(index[:, 0], _BLOCK)
+        return state.replace(oldest=state.oldest.at[block].set(oldest, mode="drop"))
+
+    def _suspects(self, state: FreshnessState) -> Int[Array, "K S"]:
+        """Returns the slots of the first blocks that may have stale items; past the end for none.
+
+        ``looked`` gets the same ones as ``retires``, because retirement changes no lower bound.
+        """
+        blocks = Bitset.of(state.oldest < self.floor(state.version))
+        rank = jnp.arange(min(blocks.capacity, _BLOCKS), dtype=jnp.int32)
+        block = jnp.where(rank < blocks.size, blocks.at(rank), blocks.capacity)
+        return block[:, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None]
 
     def on_retire(
         self, state: FreshnessState, index: Int[Array, " B"], count: UInt[Array, ""], *, event: str
@@ -258,6 +287,7 @@ class Freshness(Part):
         """Moves versions and uses, also those of windows that are not complete yet."""
         moved = (state.versions[moves.source], state.uses[moves.source])
         return state.replace(
+            oldest=jnp.full_like(empty.oldest, jnp.min(state.oldest)),
             versions=empty.versions.at[moves.begun].set(moved[0], mode="drop"),
             uses=empty.uses.at[moves.begun].set(moved[1], mode="drop"),
         )
@@ -294,8 +324,10 @@ class Freshness(Part):
             yield from first_wrong(label, uses, live & (uses >= self.max_use), limit)
         floor = int(self.floor(state.version))
         limit = f"at least {floor}: the item is too stale for a learner at {state.version}"
-        wrong = live & (version < floor)
-        yield from first_wrong(f"{name}.freshness_state.versions", version, wrong, limit)
+        label = f"{name}.freshness_state.versions"
+        yield from first_wrong(label, version, live & (version < floor), limit)
+        oldest = np.repeat(np.asarray(state.oldest), _BLOCK)[: version.size]
+        yield from first_wrong(label, version, live & (version < oldest), oldest)
 
     def _versions(self, state: FreshnessState, rows: Rows) -> Int[Array, "..."]:
         """Returns the version of each row: by default the learner's; too old in other sessions."""
@@ -315,7 +347,7 @@ class Freshness(Part):
         version = self._versions(state, rows)
         added = jnp.where(index < state.versions.shape[0], version, _NEVER)
         return state.replace(
-            oldest=jnp.minimum(state.oldest, jnp.min(added, initial=_NEVER)),
+            oldest=state.oldest.at[quotient(index, _BLOCK)].min(added, mode="drop"),
             versions=state.versions.at[index].set(version, mode="drop"),
             uses=state.uses.at[index].set(0, mode="drop"),
         )

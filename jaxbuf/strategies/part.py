@@ -234,20 +234,22 @@ class Part(Movable):
     def may_retire(self, state: State) -> Bool[Array, ""] | None:
         """Returns whether ``on_version`` may have made an item retire; None if none ever does.
 
-        All slots are checked, by ``retires``, only if it is True.
+        As long as it is True, slots are checked, by ``retires``; ``looked`` has to make it False in
+        the end.
         """
         del state
         return None
 
-    def retires(self, state: State) -> Bool[Array, " N"]:
-        """Returns a mask of the slots whose items retire, ``[slots]``.
+    def retires(self, state: State) -> tuple[Int[Array, " C"], Bool[Array, " C"]]:
+        """Returns slots to check, no slot twice, and a mask of those whose items retire, ``[C]``.
 
-        Slots that hold no item are ignored.
+        These may be all slots, or some that have not been checked yet. Slots that hold no item, or
+        are past the end, are ignored.
         """
         raise NotImplementedError(f"{type(self).__name__} has may_retire, but not retires")
 
     def looked(self, state: State) -> State:
-        """Updates the state after all items that ``retires`` returned have retired."""
+        """Updates the state after the items that ``retires`` returned have retired."""
         return state
 
     def on_retire(

@@ -362,6 +362,46 @@ def test_random_operations_against_the_model(capacity, max_use, max_staleness, c
         assert metrics["size"] == len(twin.live)
 
 
+def test_stale_items_are_found_in_every_block():
+    """More slots than are looked at together, of which any may hold an item of any version."""
+    rng, slots = np.random.default_rng(0), 20_000
+    buffer = create(jaxbuf.Freshness(max_staleness=10, comparison=">"), slots)
+    versions, live = np.zeros(slots, np.int32), np.zeros(slots, bool)
+    floor = count = retired = 0
+    for learner in (40, 25, 75, 74, 110):
+        added = rng.integers(floor, 120, 9_000, dtype=np.int32)
+        buffer = jaxbuf.add(buffer, jnp.arange(9_000, dtype=jnp.int32), version=added)
+        slot = (count + np.arange(9_000)) % slots
+        versions[slot], live[slot] = added, True
+        count += 9_000
+        buffer, floor = advance(buffer, learner), learner - 10
+        retired += int(np.sum(live & (versions < floor)))
+        live &= versions >= floor
+        np.testing.assert_array_equal(live_slots(buffer), live)
+        assert int(report(buffer)["retired_stale"]) == retired
+        testing.assert_valid(buffer)
+
+
+def test_retirement_passes_over_no_array_of_all_slots():
+    """In a scan in which some items retire at each turn, XLA needs no array of that size."""
+    slots = 2**16
+    rings = jaxbuf.TrajectoryBuffer.create(
+        jnp.int32(0), 16, slots // 16, freshness=jaxbuf.Freshness(max_staleness=4)
+    )
+    items = create(jaxbuf.Freshness(max_staleness=4), slots, jaxbuf.Prioritized())
+
+    def turns(buffer):
+        def turn(buffer, version):
+            buffer = buffer.set_version(version, session=0)
+            return buffer.add(jnp.zeros(16, jnp.int32)), buffer.size
+
+        return jax.lax.scan(turn, buffer, jnp.arange(8, dtype=jnp.int32))
+
+    for buffer in (items, rings):
+        compiled = jax.jit(turns, donate_argnums=0).lower(buffer).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < slots
+
+
 def test_a_cleared_buffer_keeps_the_version_and_forgets_the_uses():
     buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=2, max_staleness=4)), integers(1, 2))
     slots = names(buffer, [1, 2])
