@@ -34,6 +34,7 @@ from jaxbuf.buffers.sample import Sample, Steps
 from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.sizes import check_count
@@ -47,6 +48,9 @@ from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.uniform import Uniform
+
+# The number of windows that are removed at a time.
+_ROWS = 256
 
 
 class TrajectoryBuffer(SampledBuffer):
@@ -394,9 +398,8 @@ class TrajectoryBuffer(SampledBuffer):
         if envs is None:
             return self._cleared(lambda part: part.init_windows(self.data, self.rings))
         mask = mask_of(envs, self.num_envs)
-        slot = jnp.arange(self.rings.num_slots, dtype=jnp.int32)
-        removed = jnp.where(jnp.repeat(mask, self.rings.windows_per_ring), slot, slot.size)
-        cleared = self._change_windows(self.rings.clear(mask), removed=removed)
+        buffer = self._without_newest(jnp.where(mask, self.rings.held.astype(jnp.int32), 0))
+        cleared = buffer._change_windows(self.rings.clear(mask))
         return cleared._notify(lambda part: part.on_clear_envs, mask)
 
     @property
@@ -518,12 +521,35 @@ class TrajectoryBuffer(SampledBuffer):
         count = jnp.minimum(count, rings.held.astype(jnp.int32))  # [E]
         # Windows of earlier episodes that reach into the removed one.
         across = 0 if index.episodes.boundary == "avoid" else self.sequence_length - 1
-        slot = jnp.arange(rings.num_slots, dtype=jnp.int32)
-        count_of = jnp.repeat(count, rings.windows_per_ring, total_repeat_length=rings.num_slots)
-        dropped = (count_of > 0) & (rings.age(slot) < count_of + across)
-        removed = jnp.where(dropped, slot, rings.num_slots)
-        buffer = self._change_windows(rings.retract(count), removed=removed)
+        buffer = self._without_newest(jnp.where(count > 0, count + across, 0))
+        buffer = buffer._change_windows(rings.retract(count))
         return buffer.with_state(i, buffer._index().clear(mask))
+
+    def _without_newest(self, count: Int[Array, " E"]) -> Self:
+        """Removes the windows that start at the newest ``count`` steps of each ring.
+
+        A fixed number is removed at a time, so that the cost follows the largest count.
+        """
+        rings, width = self.rings, -(-_ROWS // self.num_envs)
+        env = jnp.repeat(jnp.arange(self.num_envs, dtype=jnp.int32), width)  # [E * width]
+        offset = jnp.tile(jnp.arange(width, dtype=jnp.int32), self.num_envs)
+        most = jnp.max(count)
+
+        def is_left(carry: tuple[Array, Self]) -> Bool[Array, ""]:
+            return carry[0] < most
+
+        def remove(carry: tuple[Array, Self]) -> tuple[Array, Self]:
+            first, buffer = carry
+            age = first + offset
+            row = rings.row_of(env, rings.end[env] - jnp.uint32(1) - age.astype(jnp.uint32))
+            row = jnp.where(age < count[env], row, self.capacity)
+            return first + width, buffer._change_windows(rings, removed=self._windows_at(row))
+
+        # The loop does not carry the steps.
+        without_data = lax.stop_gradient(dataclasses.replace(self, data=()))
+        carry = vary_with((jnp.int32(0), without_data), without_data, most)
+        buffer = lax.while_loop(is_left, remove, carry)[1]
+        return dataclasses.replace(buffer, data=self.data)
 
     def _newest_rows(self, mask: Bool[Array, " E"]) -> Int[Array, " E"]:
         """Returns the rows of the newest steps of some rings; past the end for the others."""

@@ -627,3 +627,30 @@ def test_leaves_of_no_elements_are_stored_and_accumulated():
     _, episodes, done = accumulator.add(jax.tree.map(lambda leaf: leaf[:, :1], rollout))
     assert done.all()
     assert episodes.steps["nothing"].shape[1:] == (4, 0)
+
+
+def test_what_leaves_decides_what_it_costs():
+    """XLA needs no array of all slots to drop an episode, or to clear some environments."""
+    step = {"x": jnp.float32(0), "terminated": jnp.bool_(False)}
+    length = 2**15
+    for episodes in (jaxbuf.Episodes(boundary="avoid"), jaxbuf.Episodes()):
+        buffer = jaxbuf.TrajectoryBuffer.create(
+            step, 2, length, sequence_length=4, sampler=jaxbuf.Prioritized(), episodes=episodes
+        )
+        ends = jnp.arange(1500) == 600
+        rows = {"x": jnp.zeros((2, 1500)), "terminated": jnp.stack([ends, ends])}
+        buffer = jaxbuf.add(buffer, rows)
+        for change, left in (
+            (lambda b: b.drop_newest_episode(jnp.array([False, True])), 601),
+            (lambda b: b.clear(jnp.array([False, True])), 0),
+        ):
+            compiled = jax.jit(change, donate_argnums=0).lower(buffer).compile()
+            assert compiled.memory_analysis().temp_size_in_bytes < length
+            changed = change(buffer)
+            assert changed.rings.held.tolist() == [1500, left]
+            slot = jnp.arange(2 * length, dtype=jnp.int32).reshape(2, length)
+            short = buffer.episodes.pads
+            expected = [1500 - 3, max(left - 3 * (not short), 0)]
+            assert changed.occupancy.live(slot).sum(axis=1).tolist() == expected
+            mass = changed.sampler_state.leaves[: 2 * length].reshape(2, length)
+            assert (mass > 0).sum(axis=1).tolist() == expected
