@@ -165,8 +165,8 @@ def main(program: Program, description: str | None) -> None:
     """Runs a program with each buffer in turn, for each seed, and writes the table."""
     parser = argparse.ArgumentParser(
         description=description,
-        epilog=f"Clone {program.repository} at {program.commit}, and install "
-        f"{' '.join(program.packages)} beside jaxbuf.",
+        epilog=f"Clone {program.repository} at {program.commit}, or unzip its wheel if that is a "
+        f"version, and install {' '.join(program.packages)} beside jaxbuf.",
     )
     parser.add_argument("clone", type=Path, help="the folder of the clone")
     parser.add_argument(

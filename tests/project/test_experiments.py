@@ -17,7 +17,14 @@ from experiments import (
     pendulum,
     population,
 )
-from experiments.programs import cleanrl_dqn_jax, harness, page, stoix_rainbow
+from experiments.programs import (
+    ajax_dqn,
+    cleanrl_dqn_jax,
+    harness,
+    memorax_r2d2,
+    page,
+    stoix_rainbow,
+)
 from tests.lenient import lenient
 
 ROOT = Path(__file__).parents[2]
@@ -280,6 +287,13 @@ def test_what_a_program_prints_becomes_returns_of_fifths_of_training(monkeypatch
     assert (row["loss"], row["cpu_seconds"]) == ("nan", "12.3")
     with pytest.raises(SystemExit, match="printed no return from step 16384 to 20480"):
         harness.row(stoix_rainbow.PROGRAM, "own", 0, 12.34, points[:8])
+
+
+def test_what_clients_of_flashbax_print_is_read():
+    text = "STEP 1500 RETURN 10.5\nSTEP 3000 RETURN 86.0\n"
+    assert ajax_dqn.points(text) == [harness.Point(1500, 10.5), harness.Point(3000, 86.0)]
+    text = "a warning\nSTEP 1024 RETURN 9.5 LOSS 0.25\n"
+    assert memorax_r2d2.points(text) == [harness.Point(1024, 9.5, 0.25)]
 
 
 def test_a_run_takes_the_place_of_one_of_the_same_seed(tmp_path):
