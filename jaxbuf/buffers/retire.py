@@ -85,7 +85,10 @@ def _retire_stale(buffer: AnyBuffer, i: int) -> AnyBuffer:
         return part.may_retire(buffer.extra_states[i])  # pyright: ignore[reportReturnType]
 
     def retire(buffer: AnyBuffer) -> AnyBuffer:
-        slots, stale = part.retires(buffer.extra_states[i])
+        found = part.retires(buffer.extra_states[i])
+        if not isinstance(found, tuple):
+            found = jnp.arange(found.shape[0], dtype=jnp.int32), found
+        slots, stale = found
         assert isinstance(buffer.occupancy, Subset)
         buffer = _retire_all(buffer, i, slots, stale & buffer.occupancy.members.get(slots))
         return buffer.with_state(i, events.notify(part.looked, buffer.extra_states[i]))

@@ -240,11 +240,13 @@ class Part(Movable):
         del state
         return None
 
-    def retires(self, state: State) -> tuple[Int[Array, " C"], Bool[Array, " C"]]:
-        """Returns slots to check, no slot twice, and a mask of those whose items retire, ``[C]``.
+    def retires(
+        self, state: State
+    ) -> Bool[Array, " N"] | tuple[Int[Array, " C"], Bool[Array, " C"]]:
+        """Returns a mask of the slots whose items retire, ``[slots]``.
 
-        These may be all slots, or some that have not been checked yet. Slots that hold no item, or
-        are past the end, are ignored.
+        If that would cost too much, it returns some slots to check, ``[C]``, no slot twice, and a
+        mask of these. Slots that hold no item, or are past the end, are ignored.
         """
         raise NotImplementedError(f"{type(self).__name__} has may_retire, but not retires")
 

@@ -161,6 +161,39 @@ def test_parts_hear_of_items_that_retire():
     assert buffer.set_version(6).extra_states[1].tolist() == [1, 0, 1, 0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Expires(Part):
+    """Lets the items in even slots go, and all of them from version 5 on."""
+
+    names_slots: bool = False
+    uses_version, removes = True, True
+
+    def init(self, data, slots):
+        return {"version": jnp.int32(0), "is_new": jnp.bool_(False), "slots": jnp.arange(slots)}
+
+    def on_version(self, state, version, session, size):
+        return state | {"version": version, "is_new": jnp.bool_(True)}
+
+    def may_retire(self, state):
+        return state["is_new"]
+
+    def retires(self, state):
+        stale = (state["slots"] % 2 == 0) | (state["version"] >= 5)
+        return (state["slots"][::-1], stale[::-1]) if self.names_slots else stale
+
+    def looked(self, state):
+        return state | {"is_new": jnp.bool_(False)}
+
+
+@pytest.mark.parametrize("part", [Expires(), Expires(names_slots=True)])
+def test_a_part_lets_items_go_by_a_mask_of_all_slots_or_of_some(part):
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 7, parts=(part,)).add(jnp.arange(5))
+    for version, left in ((1, [1, 3]), (5, [])):
+        buffer = jax.jit(lambda b, v: b.set_version(v))(buffer, version)
+        held = buffer.latest(7)
+        assert sorted(held.data[held.valid].tolist()) == left
+
+
 def test_a_part_refuses_windows():
     buffer = jaxbuf.TrajectoryBuffer.create(
         STEP, 1, 8, sequence_length=2, parts=(OnlyPositive(), Removed())
