@@ -513,7 +513,7 @@ class Holder(Generic[State]):
             # Items without rows fit, so that ``doors.add`` raises at once if they are malformed.
             needs = max((len(leaf) for leaf in jax.tree.leaves(items) if np.ndim(leaf)), default=0)
             if mask is not None:
-                needs = min(needs, int(np.count_nonzero(np.asarray(mask))))
+                needs = min(needs, _count_taken(mask))
             as_buffer(self._state).check_room(f"items asks for {needs} rows at a time", needs)
         if self._limiter is not None:
             rows = _count_rows(self._state, items, mask, part)
@@ -812,10 +812,16 @@ def _check_rate(limiter: object, asks: str, method: str, rows: int) -> None:
         )
 
 
+def _count_taken(mask: Any) -> int:
+    """Returns the number of rows that a mask takes; 0 if ``add`` will raise."""
+    is_mask = getattr(mask, "dtype", None) == np.bool_
+    return int(np.count_nonzero(np.asarray(mask))) if is_mask else 0
+
+
 def _count_rows(state: Any, items: Any, mask: Any, part: Any) -> int:
     """Returns the number of rows, or steps, that an ``add`` inserts; 0 if it will raise."""
     if mask is not None:
-        return int(np.sum(np.asarray(mask, bool)))
+        return _count_taken(mask)
     members = as_buffer(as_buffer(state).inside()[0]).members
     if isinstance(part, int) and 0 <= part < len(members):
         return _count_rows(members[part], items, mask, None)

@@ -211,7 +211,7 @@ def limiter():
 
 
 def test_what_is_no_buffer():
-    assert "per_add" in str(accumulator())
+    assert "flags" in str(accumulator())
     assert "uint32[5]" in str(jaxbuf.Statistics.create(items()))
     row = next(line for line in str(limiter()).splitlines() if "min_size" in line)
     assert row.split() == ["min_size", "10"]
