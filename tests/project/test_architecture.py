@@ -95,7 +95,7 @@ ASKED = {
     ("wrappers/sharded/operations.py", "SampledBuffer"): "a check of what a user's function makes",
 }
 # Attributes of arrays and functions, and files about things of another library.
-FOREIGN = {"'dtype'", "'shape'", "'trace'"}
+FOREIGN = {"'dtype'", "'lower'", "'shape'", "'trace'"}
 OF_OTHERS = {"io/minari_dataset.py"}
 
 
