@@ -22,8 +22,10 @@ def rows_of(name, rows, seed=0):
         return jnp.asarray(random.integers(0, 2, (rows, 3)).astype(np.int8).astype(dtype))
     numbers = np.frombuffer(random.bytes(rows * 3 * dtype.itemsize), dtype).reshape(rows, 3)
     if name.startswith("float8"):
-        # XLA computes with these in wider floats, which have other bits of NaN.
-        numbers = np.where(np.isnan(numbers.astype(np.float32)), np.ones((), dtype), numbers)
+        # XLA computes with these in wider floats, which have other bits of NaN. With the flags that
+        # tests give it, XLA of jax 0.10.2 rounds what is below the least normal float16.
+        plain = np.abs(numbers.astype(np.float32)) >= np.finfo(np.float16).tiny
+        numbers = np.where(plain, numbers, np.ones((), dtype))
     return jnp.asarray(numbers)
 
 
