@@ -517,7 +517,7 @@ BAD_ADDS = [
     (lambda s: s, {"env_ids": [-1, 1]}, "env_ids has -1; expected numbers from 0"),
     (lambda s: s, {"env_ids": jnp.array([1, 1])}, "env_ids has 1 twice; expected different"),
     (lambda s: s, {"env_ids": 1}, "env_ids has shape (); expected (K,)"),
-    (lambda s: s, {"env_ids": [0.0, 1.0]}, "env_ids has dtype float32; expected integers"),
+    (lambda s: s, {"env_ids": [0.0, 1.0]}, "env_ids has dtype float64; expected integers"),
     (
         lambda s: s,
         {"env_ids": [0, 1], "priority": jnp.ones(3)},
