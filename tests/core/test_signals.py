@@ -200,3 +200,21 @@ def test_other_threads_and_other_interpreters_hear_of_no_signals(monkeypatch):
 
     monkeypatch.setattr(signals, "_set_handler", refuse)
     assert block()[0] is signal.default_int_handler
+
+
+def test_a_handler_may_use_the_holder_while_a_call_of_it_waits():
+    holder, sizes = jaxbuf.Holder(items()), []
+
+    def handle(number, frame):
+        sizes.append(holder.read(lambda buffer: int(buffer.size)))
+        holder.add(ROWS)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1])
+    timer.start()
+    try:
+        holder.sample(KEY, 1, timeout=LIMIT)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert sizes == [0]

@@ -234,7 +234,9 @@ def test_draws_under_vmap_compute_the_masses_of_a_shared_buffer_once():
 
     def passes(draw, keys):
         text = jax.jit(draw).lower(buffer, keys).compile().as_text()
-        return [(found.opcode, found.type) for found in large_outside_of_branches(text, slots)]
+        found = [(x.opcode, x.type) for x in large_outside_of_branches(text, slots)]
+        # Ages are integers, of which an older XLA makes one more pass.
+        return [(opcode, kind) for opcode, kind in found if kind.startswith("f32")]
 
     def draw(buffer, key):
         return buffer.sample(key, 8).slots

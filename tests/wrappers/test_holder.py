@@ -8,7 +8,6 @@ import itertools
 import math
 import pickle
 import re
-import signal
 import threading
 import time
 
@@ -378,24 +377,6 @@ def test_what_does_not_use_the_state_may_come_within_a_call():
     assert holder.apply(function) == 1
     assert holder.read(lambda outer: holder.read(lambda inner: inner is outer))
     assert holder.stopped
-
-
-def test_the_handler_of_a_signal_may_read_while_a_call_waits():
-    holder, sizes = items(4), []
-
-    def handle(number, frame):
-        sizes.append(holder.read(lambda state: int(state.size)))
-        holder.add(integers(1))
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1])
-    timer.start()
-    try:
-        holder.sample(jax.random.key(0), 1, timeout=LIMIT)
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
-    assert sizes == [0]
 
 
 @pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy])
