@@ -183,19 +183,7 @@ def check_rows(
     axes: str,
     *,
     infinite: bool = False,
-) -> Array:
-    """Returns what ``cast_rows`` does, without gradients."""
-    return lax.stop_gradient(cast_rows(value, name, shape, dtype, axes, infinite=infinite))
-
-
-def cast_rows(
-    value: object,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: type[np.generic] | Dtype,
-    axes: str,
-    *,
-    infinite: bool = False,
+    gradients: bool = False,
 ) -> Array:
     """Returns one number per row, as an array of ``shape`` and ``dtype``.
 
@@ -209,6 +197,7 @@ def cast_rows(
         axes: A description of the shape, for errors.
         infinite: Whether a number that is too large becomes infinite instead of raising, for
             callers that count such rows as refused.
+        gradients: Whether gradients pass.
 
     Raises:
         ValueError: If the shape differs, if the dtype is of another kind (bool, integer or
@@ -220,7 +209,8 @@ def cast_rows(
     if not _is_castable(got, dtype):
         given = numbers.given_dtype(value, got.dtype)
         raise ValueError(f"{name} has dtype {given}; expected {np.dtype(dtype).name}")
-    return numbers.to_array(value, name, np.dtype(dtype), infinite=infinite)
+    array = numbers.to_array(value, name, np.dtype(dtype), infinite=infinite)
+    return array if gradients else lax.stop_gradient(array)
 
 
 def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic] | Dtype) -> bool:

@@ -242,7 +242,7 @@ def _backwards(delta: Array, trace: Array, steps: _Steps) -> Float[Array, "B M .
 def _rows(array: object, name: str, shape: tuple[int, ...], dtype: Dtype) -> Array:
     """Returns an array with a number for each step, of the shape of the rewards."""
     expected = shape[:2] if numbers.type_of(array, name).shape == shape[:2] else shape
-    rows = storage.cast_rows(array, name, expected, dtype, "that of reward")
+    rows = storage.check_rows(array, name, expected, dtype, "that of reward", gradients=True)
     return rewarded.expand(rows, shape)
 
 
