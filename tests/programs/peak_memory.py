@@ -17,7 +17,8 @@ import numpy as np
 
 import jaxbuf
 
-ROWS, WIDTH = 2**17, 511
+# So large that what it takes to compile the programs, some 170 MiB, is in the bound.
+ROWS, WIDTH = 2**17, 1023
 ITEM = {
     "frame": jax.ShapeDtypeStruct((WIDTH,), np.int32),
     "id": jax.ShapeDtypeStruct((), np.int32),
