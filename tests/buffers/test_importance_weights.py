@@ -118,6 +118,14 @@ def test_all_zero_priorities_weigh_the_same(normalize):
     np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
 
 
+def test_the_probability_is_exact_where_all_priorities_are_zero():
+    """Also where the rounded shares of mass and mix would not add up to it."""
+    buffer = filled(jaxbuf.Prioritized(uniform_mix=0.3), [0.0] * 8, capacity=40)
+    for size in range(9, 41):
+        buffer = jaxbuf.add(buffer, jnp.array([size], jnp.int32), priority=jnp.zeros(1))
+        assert buffer.support().least_probability == np.float32(1) / np.float32(size)
+
+
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
 def test_uniform_items_weigh_one(normalize):
     buffer = filled(jaxbuf.Uniform(), [1.0] * 5, capacity=8)
