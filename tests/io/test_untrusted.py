@@ -109,6 +109,14 @@ def test_a_manifest_may_be_any_text(tmp_path, text):
         jaxbuf.load(tmp_path, buffer)
 
 
+def test_a_manifest_that_was_changed_is_refused(tmp_path):
+    """Also if the change is one that loading would ignore."""
+    buffer, _, file = saved(tmp_path)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "more": 1}))
+    with pytest.raises(ValueError, match="damaged: its manifest is not what was saved"):
+        jaxbuf.load(tmp_path, buffer)
+
+
 def test_a_pipe_or_a_huge_file_is_no_manifest(tmp_path):
     buffer, _, file = saved(tmp_path)
     file.unlink()
