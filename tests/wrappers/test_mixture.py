@@ -132,6 +132,7 @@ def test_an_empty_part_gives_invalid_rows():
     assert sample.valid.tolist() == [True, True, False, False]
     assert sample.slots.index[2:].tolist() == [10, 10]
     np.testing.assert_allclose(sample.probability, [0.1, 0.1, 0.0, 0.0])
+    np.testing.assert_allclose(mixture.support().least_probability, 0.1)
     assert mixture.part_of(sample.slots).tolist() == [0, 0, 2, 2]
     before = masses(mixture)
     after = jaxbuf.update_priority(mixture, sample.slots, jnp.array([1.0, 1.0, 7.0, 7.0]))
