@@ -37,6 +37,12 @@ def test_a_full_queue_refuses_and_counts():
     assert queue.metrics()["rejected"] == 3
 
 
+def test_it_says_how_many_rows_it_has_and_has_room_for():
+    queue = jaxbuf.add(create(5), integers(1, 2, 3))
+    assert [bool(queue.can_sample(rows)) for rows in (2, 3, 4)] == [True, True, False]
+    assert [bool(queue.can_add(rows)) for rows in (1, 2, 3)] == [True, True, False]
+
+
 def test_missing_rows_are_invalid():
     queue = jaxbuf.add(create(4), integers(7, 8))
     queue, sample = take(queue, 3)
