@@ -118,6 +118,7 @@ def test_uses_of_duplicates_count_each():
     buffer = mark(buffer, slots)
     buffer = jaxbuf.add(buffer, jnp.arange(10, 18, dtype=jnp.int32))
     assert buffer.use_count(names(buffer, [10, 17])).tolist() == [0, 0]
+    buffer = mark(buffer, Slots(slots.index, buffer.occupancy.generation(slots.index)))
     assert buffer.use_count(slots).tolist() == [0, 0]
 
 
