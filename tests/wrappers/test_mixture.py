@@ -128,6 +128,7 @@ def test_an_empty_part_gives_invalid_rows():
     empty = jaxbuf.ItemBuffer.create(ITEM, 4, sampler=PROPORTIONAL)
     mixture = jaxbuf.Mixture.create([part(0, 5, 6), empty], [1, 1])
     assert not mixture.can_sample()
+    assert jaxbuf.Mixture.create([part(0, 5, 6), empty], [1, 0]).can_sample()
     sample = jaxbuf.sample(mixture, jax.random.key(0), 4)
     assert sample.valid.tolist() == [True, True, False, False]
     assert sample.slots.index[2:].tolist() == [10, 10]
