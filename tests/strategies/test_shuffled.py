@@ -320,6 +320,9 @@ def test_the_pass_goes_on_in_a_buffer_of_another_size(tmp_path, capacity):
     for first in (0, 10):
         buffer = buffer.add(first + jnp.arange(10))
         buffer, batch = draw(buffer, jax.random.key(first), 8)
+    # The rest of the first pass, and half of the second one.
+    for rows in (16, 8):
+        buffer, batch = draw(buffer, jax.random.key(rows), rows)
     left = int(buffer.metrics()["left"])
     jaxbuf.save(tmp_path, buffer)
     loaded = jaxbuf.load(tmp_path, like=items(capacity), resize=True)
