@@ -664,7 +664,8 @@ def test_a_mixer_joins_rows_of_a_buffer_and_rows_that_a_program_made():
             experience=-batch.experience, indices=batch.indices, probabilities=batch.probabilities
         )
 
-    batch = facade.make_mixer([buffer, buffer.replace(sample=rows)], 4, [3, 1]).sample(
+    # Rounded down these are 2 rows and 1; the first buffer gives what is missing.
+    batch = facade.make_mixer([buffer, buffer.replace(sample=rows)], 4, [2, 1]).sample(
         [state, state], KEY
     )
     assert batch.experience[:, 0].tolist() == [1.0, 1.0, 1.0, -1.0]
