@@ -87,6 +87,7 @@ def test_a_sharded_checkpoint_moves_the_values_to_other_shards(tmp_path):
     like = jaxbuf.Sharded.create(items, mesh, "x", shards=2)
     loaded = jaxbuf.load(tmp_path, like, resize=True)
     chex.assert_trees_all_equal(loaded.hyperparameters, buffer.hyperparameters)
+    assert loaded.metrics()["adds"] == buffer.metrics()["adds"] == 6
     drawn = loaded.sample(KEY, 6)
     np.testing.assert_allclose(drawn.probability, law(2.0, 0.5)[drawn.data], rtol=1e-5)
 
