@@ -186,6 +186,14 @@ def test_importance_weights_by_their_definition(buffer, normalize):
     np.testing.assert_allclose(got, weight, rtol=2e-6)
 
 
+def test_without_exchange_the_probability_is_that_of_equal_parts():
+    buffer = jaxbuf.Sharded.create(make(), mesh(), "data", shards=S, exchange=False)
+    buffer = buffer.add({"at": jnp.arange(8)}, priority=jnp.array([1.0, 3.0] * 4))
+    batch = buffer.sample(jax.random.key(0), 16)
+    share = np.where(batch.data["at"] % 2, 3 / 4, 1 / 4)
+    np.testing.assert_allclose(batch.probability, share / S, rtol=1e-6)
+
+
 class Foreign(jaxbuf.strategies.Sampler):
     """A sampler of one's own that draws from single buffers only."""
 
