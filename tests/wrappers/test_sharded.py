@@ -189,6 +189,8 @@ def test_importance_weights_by_their_definition(buffer, normalize):
 def test_without_exchange_the_probability_is_that_of_equal_parts():
     buffer = jaxbuf.Sharded.create(make(), mesh(), "data", shards=S, exchange=False)
     buffer = buffer.add({"at": jnp.arange(8)}, priority=jnp.array([1.0, 3.0] * 4))
+    # Each shard has two items, and gives a quarter of a batch.
+    assert (bool(buffer.can_sample(8)), bool(buffer.can_sample(12))) == (True, False)
     batch = buffer.sample(jax.random.key(0), 16)
     share = np.where(batch.data["at"] % 2, 3 / 4, 1 / 4)
     np.testing.assert_allclose(batch.probability, share / S, rtol=1e-6)
