@@ -641,6 +641,13 @@ def test_draws_have_their_law_and_no_other(name):
         check(buffer, key, never / never.sum())
 
 
+def test_a_single_draw_of_a_slot_without_probability_is_one_too_many():
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 2, sampler=jaxbuf.Prioritized())
+    buffer = buffer.add(jnp.arange(2), priority=jnp.array([0.0, 1.0]))
+    with says("slot 1 was drawn 1 times of 1; expected never"):
+        testing.assert_distribution(buffer, jax.random.key(0), np.array([1.0, 0.0]), draws=1)
+
+
 def test_all_slots_of_a_large_buffer_are_counted():
     buffer = prioritized(rows=CAPACITY)
     law = np.full(CAPACITY, 1 / CAPACITY)
