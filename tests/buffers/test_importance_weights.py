@@ -126,6 +126,13 @@ def test_the_probability_is_exact_where_all_priorities_are_zero():
         assert buffer.support().least_probability == np.float32(1) / np.float32(size)
 
 
+@pytest.mark.parametrize(("priorities", "least"), [((1, 3), 0.325), ((0, 1), 0.15)])
+def test_the_least_probability_of_a_mix(priorities, least):
+    """It is 0.7 times the share of the mass and 0.3 times that of the items."""
+    support = filled(SAMPLERS["mix"], priorities).support()
+    np.testing.assert_allclose(support.least_probability, least, rtol=1e-6)
+
+
 @pytest.mark.parametrize("normalize", NORMALIZATIONS)
 def test_uniform_items_weigh_one(normalize):
     buffer = filled(jaxbuf.Uniform(), [1.0] * 5, capacity=8)
