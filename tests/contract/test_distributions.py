@@ -254,6 +254,13 @@ def test_the_mix_without_replacement_draws_first_from_the_mixture():
     assert (np.diff(np.sort(drawn.data, 1), axis=1) > 0).all()
 
 
+def test_the_mix_without_replacement_stays_one_after_the_largest_mass_was_drawn():
+    """Nearly all that is left is the uniform half, which draws the other two items alike."""
+    sampler = jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.5, replacement=False)
+    drawn = samples(filled(sampler, (1e6, 3.0, 1.0)), 2, DRAWS, seed=22)
+    assert_law(drawn.data[drawn.data[:, 0] == 0, 1], [0.0, 0.5, 0.5])
+
+
 @pytest.mark.parametrize("stratified", [True, False])
 def test_a_zero_priority_is_never_drawn(stratified):
     """Zeros at the start, at the end and everywhere between, with batches that hit the edges."""
