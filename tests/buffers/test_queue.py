@@ -37,6 +37,11 @@ def test_a_full_queue_refuses_and_counts():
     assert queue.metrics()["rejected"] == 3
 
 
+def test_masked_rows_are_not_counted_as_refused():
+    queue = jaxbuf.add(create(3), integers(1, 2, 3), mask=jnp.array([True, False, True]))
+    assert (queue.size, queue.metrics()["rejected"]) == (2, 0)
+
+
 def test_it_says_how_many_rows_it_has_and_has_room_for():
     queue = jaxbuf.add(create(5), integers(1, 2, 3))
     assert [bool(queue.can_sample(rows)) for rows in (2, 3, 4)] == [True, True, False]
