@@ -109,6 +109,14 @@ def assert_same(buffer, twin):
     assert (seen["end"] - seen["earliest"]).tolist() == held
 
 
+def test_dequeue_with_a_mask_gives_no_step_that_is_not_there():
+    mask = jnp.array([[True, False, False], [True, True, True]])
+    buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4)
+    buffer = buffer.add(jnp.arange(6).reshape(2, 3), mask=mask)
+    buffer, steps = buffer.dequeue(2, mask=jnp.array([True, False]))
+    assert (steps.valid.tolist(), int(buffer.size)) == ([[True, False], [False, False]], 3)
+
+
 @pytest.mark.parametrize(
     "configuration",
     [(3, 7, 3, 1, 2, jaxbuf.Prioritized()), (2, 6, 2, 2, 1, jaxbuf.Prioritized(stratified=False))],
