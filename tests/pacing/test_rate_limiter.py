@@ -394,3 +394,8 @@ def test_each_call_from_python_is_one_program(create):
         assert not programs
         # Inside the caller's own program it is the plain method.
         chex.assert_trees_all_close(jax.jit(step)(limiter), found, rtol=1e-6)
+
+
+def test_time_that_runs_backwards_changes_no_count():
+    limiter = jaxbuf.ThroughputLimiter.create().inserted(10).after(-5.0)
+    assert limiter.metrics()["inserts"] == 10
