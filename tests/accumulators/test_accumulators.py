@@ -505,3 +505,11 @@ BAD = [
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_an_episode_that_ends_at_the_greatest_length_is_not_cut():
+    step = {"n": jnp.int32(0), "terminated": jnp.bool_(False)}
+    accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 2)
+    steps = {"n": jnp.arange(4)[None], "terminated": jnp.array([[False, True, False, False]])}
+    metrics = accumulator.add(steps)[0].metrics()
+    assert (metrics["episodes"], metrics["cut"]) == (2, 1)
