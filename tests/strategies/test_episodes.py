@@ -675,3 +675,14 @@ def test_slots_of_a_dropped_episode_stay_stale():
         buffer = jaxbuf.add(buffer, rows_of("..."))
         assert not buffer.occupancy.holds(before).any()
     assert buffer.episode(jnp.array([0]), buffer.end_position - 1).begin.tolist() == [8]
+
+
+def test_a_window_that_has_gone_has_no_steps_of_an_episode():
+    step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    episodes = jaxbuf.Episodes(boundary="mask")
+    buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 2, sequence_length=2, episodes=episodes)
+    steps = {"reward": jnp.zeros((1, 2)), "terminated": jnp.zeros((1, 2), bool)}
+    buffer = buffer.add(steps)
+    slots = buffer.latest(1).slots
+    assert buffer.episode_mask(slots).all()
+    assert not buffer.add(steps).episode_mask(slots).any()
