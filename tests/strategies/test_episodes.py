@@ -686,3 +686,12 @@ def test_a_window_that_has_gone_has_no_steps_of_an_episode():
     slots = buffer.latest(1).slots
     assert buffer.episode_mask(slots).all()
     assert not buffer.add(steps).episode_mask(slots).any()
+
+
+def test_windows_that_reach_into_a_dropped_episode_have_no_mass():
+    step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    options = {"sampler": jaxbuf.Prioritized(), "episodes": jaxbuf.Episodes(boundary="mask")}
+    buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, sequence_length=2, **options)
+    ends = jnp.array([[False, True, False, False]])
+    buffer = buffer.add({"reward": jnp.zeros((1, 4)), "terminated": ends}).drop_newest_episode()
+    assert (int(buffer.size), int(buffer.sampler_state.nnz)) == (2, 1)
