@@ -30,6 +30,7 @@ QUICK_FILES := $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py))
 # What pip installs for each target, and what it is installed from: the kernels in C++ are built anew.
 demo := --editable '.[examples]'
 test := $(demo) --group test
+test-all := $(test) --group docs
 lint := $(demo) --group lint
 docs := --editable . --group docs
 wheel := --group wheel
@@ -40,7 +41,7 @@ PACKAGE := pyproject.toml CMakeLists.txt jaxbuf/core/native/kernels.cc
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test test-quick test-versions notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled benchmark-tpu-compiled clean
+.PHONY: help demo demo-mpi test test-all test-quick test-versions notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled benchmark-tpu-compiled clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -55,7 +56,10 @@ demo-mpi: export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 demo-mpi: $(STAMPS)/demo $(MPI_STAMP)  ## train GFlowNets on several ranks with a shared buffer (RANKS: how many; ARGS)
 	@$(or $(MPIEXEC),.venv/bin/mpiexec) -n $(RANKS) $(RUN) -m jaxbuf.examples.gflownet_mpi $(ARGS)
 
-test: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run all tests and doctests (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
+test: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the tests of the library and its pages, ten minutes (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
+	@MPI=$(MPI) $(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(STAMPS)/test-all $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run all tests, half an hour: training, kills, notebooks, more MPI ranks as well (MPI, JOBS, ARGS)
 	@MPI=$(MPI) $(PYTEST) $(ARGS)
 
 test-quick: $(STAMPS)/test  ## run the tests for use while you work, a minute or two (JOBS: processes; ARGS: for pytest)

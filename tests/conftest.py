@@ -40,14 +40,25 @@ hypothesis.settings.load_profile("jaxbuf")
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 MOST_MEMORY = psutil.virtual_memory().total // (2 * PROCESSES)
 MOST_MAPPINGS = 40_000
-# The tests that take long, which `-m "not slow"` leaves out.
+# What `make test` leaves to `make test-all`, beside each test with `pytest.mark.slow`; and what it
+# does of that all the same.
 SLOW = (
-    "tests/contract/",
+    "benchmarks/",
     "tests/examples/",
     "tests/project/test_experiments.py",
     "tests/project/test_notebooks.py",
-    "tests/wrappers/test_sharded",
+    "tests/project/test_site.py",
+    "tests/project/test_types.py",
 )
+SMOKES = (
+    "tests/examples/test_dqn.py::test_it_learns",
+    "tests/examples/test_dqn.py::test_a_run_leaves_its_files",
+    "tests/project/test_notebooks.py::test_it_runs_from_a_clean_kernel[quickstart]",
+)
+# The files that take longest, which come first, so that no process waits for another at the end.
+LONG = ("tests/contract/", "tests/examples/", "tests/project/test_notebooks.py")
+# Programs that a test may compile; `pytest.mark.compiles(N)` allows more.
+MOST_PROGRAMS = 60
 # The tests that set handlers of signals, which only the main thread may.
 HANDLERS = ("tests/core/test_signals.py", "jaxbuf/core/signals.py", "docs/guides/seeds.md")
 # Bytes of programs that all runs keep on disk.
@@ -91,6 +102,33 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             path.unlink(missing_ok=True)
 
 
+class Programs:
+    """Counts the programs that each test compiles, since that is what tests wait for."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, seconds: float, **details: Any) -> None:
+        del seconds, details
+        self._count += event == "/jax/core/compile/backend_compile_duration"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Any:
+        before = self._count
+        result = yield
+        marker = item.get_closest_marker("compiles")
+        most = MOST_PROGRAMS if marker is None else marker.args[0]
+        count = self._count - before
+        if count > most and item.path.suffix == ".py":
+            pytest.fail(f"it compiles {count} programs, more than {most}; see CONTRIBUTING.md")
+        return result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Programs())
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
     """Compiled programs of all modules together may take gigabytes in each process."""
@@ -129,10 +167,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files are handed out in this order; with short ones at the end no process waits for another.
-    items.sort(key=lambda item: not item.nodeid.startswith(SLOW))
+    # Files are handed out in this order.
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
-        if item.nodeid.startswith(SLOW):
+        if item.nodeid.startswith(SLOW) and not item.nodeid.startswith(SMOKES):
             item.add_marker("slow")
     reason = _why_no_mpi()
     if reason is not None:

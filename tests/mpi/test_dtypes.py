@@ -32,6 +32,7 @@ def _checksums(items):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_the_manager_holds_the_bits_that_were_sent():
     printed = run_ranks(2, __file__, env={"JAX_ENABLE_X64": "1"})
     sent, held = (json.loads(rank.stdout) for rank in printed)

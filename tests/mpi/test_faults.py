@@ -121,6 +121,7 @@ def _kill_a_worker_and_then_a_manager(folder):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_faults_that_leave_everybody_alive(runs, folder):
     printed = runs["alive"].result()
     manager, first, second = (_told(printed[rank]) for rank in (2, 0, 1))
@@ -187,6 +188,7 @@ def test_faults_that_leave_everybody_alive(runs, folder):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_killed_worker_is_named_and_the_others_go_on(runs):
     printed, resumed, seconds = runs["killed"].result()
     manager, first = (_told(printed[rank]) for rank in (2, 0))
@@ -205,6 +207,7 @@ def test_a_killed_worker_is_named_and_the_others_go_on(runs):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_run_that_the_launcher_ends_resumes_from_the_last_save(tmp_path):
     with pytest.raises(RanksFailedError, match="mpiexec ended with status"):
         run_ranks(2, __file__, "all", tmp_path, timeout=60)

@@ -132,6 +132,7 @@ except ImportError as error:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_communicators_on_real_ranks():
     ranks = [json.loads(rank.stdout) for rank in run_in_turn(3, __file__, "communicators")]
 

@@ -156,7 +156,7 @@ def _reference(name, layout):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_ranks_hold_what_one_process_computes(ranks, tmp_path):
     printed = run_in_turn(ranks, __file__, tmp_path)
 

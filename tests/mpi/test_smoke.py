@@ -15,7 +15,7 @@ from tests.programs.mpi_launch import RanksFailedError, run_in_turn, run_ranks
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_allreduce_under_jit(n):
     ranks = run_in_turn(n, __file__, "allreduce")
 
@@ -26,6 +26,7 @@ def test_allreduce_under_jit(n):
         assert rank.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_others():
     start = time.monotonic()
     with pytest.raises(RanksFailedError, match="rank 1 gives up") as failure:
@@ -35,6 +36,7 @@ def test_a_failing_rank_ends_the_others():
     assert _still_running(failure.value) == []
 
 
+@pytest.mark.slow
 def test_a_deadlock_is_ended():
     with pytest.raises(RanksFailedError, match="had not ended after 6 s") as failure:
         run_ranks(2, __file__, "deadlock", timeout=6.0)

@@ -45,6 +45,7 @@ def _sent(worker):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_many_batches_lose_neither_rows_nor_memory():
     ranks = run_ranks(_WORKERS + 1, __file__, timeout=120 + _BATCHES / 20)
     *workers, manager = (json.loads(rank.stdout) for rank in ranks)

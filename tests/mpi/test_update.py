@@ -408,6 +408,7 @@ def _reference(workers):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_real_ranks_update_their_own_items(ranks):
     printed = run_in_turn(ranks, __file__)

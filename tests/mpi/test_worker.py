@@ -128,7 +128,7 @@ def _held(buffer):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_all_modes_lose_nothing_and_agree(ranks):
     printed = run_in_turn(ranks, __file__)
     assert all(rank.stderr == "" for rank in printed)
