@@ -15,7 +15,7 @@ import pytest
 
 from jaxbuf.examples import apex
 from tests.models import trajectory as reference
-from tests.programs.run_example import error_of, finish, help_of, logged
+from tests.programs.run_example import finish, logged
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -161,27 +161,3 @@ def test_actors_explore_from_much_to_hardly():
     mixed = agent.act(params, obs, 0.4, jax.random.key(0))
     # Half of the random ones are greedy by chance.
     assert float(jnp.mean(mixed != greedy)) == pytest.approx(0.2, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("argv", "advice"),
-    [
-        (["--env", "Pendulum-v1"], "invalid choice 'Pendulum-v1'"),
-        (["--actors", "0"], "--actors is 0; expected at least 1"),
-        (["--samples-per-insert", "0"], "--samples-per-insert is 0.0; expected at least 0.001"),
-        (["--rollout", "1000"], "--warmup is 2000; expected at least 4000"),
-        (["--steps", "2000"], "--steps is 2000; expected at least 2001"),
-        (["--resume"], "there is no run in runs/apex; start without --resume"),
-    ],
-)
-def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert advice in error_of(apex, argv, capsys)
-    assert not any(tmp_path.iterdir())
-
-
-def test_help_says_where_it_writes(capsys):
-    text = help_of(apex, capsys)
-    assert "learning_curve.png" in text
-    assert "runs/apex" in text
-    assert "--sampler" not in text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.examples import bit_flipping
-from tests.programs.run_example import error_of, finish, help_of, interrupt
+from tests.programs.run_example import error_of, finish, interrupt
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -151,28 +151,3 @@ def test_nothing_comes_after_a_goal_that_is_reached():
     expected = value - np.where(reached, 0, -1 + 0.9 * after)
     error = jax.jit(learner.td_error)(state.params, other.params, batch)
     np.testing.assert_allclose(error, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("argv", "advice"),
-    [
-        (["--strategy", "futur"], "invalid choice 'futur' for argument '--strategy'. Expected one"),
-        (["--bits", "0"], "--bits is 0; expected at least 1 and at most 64"),
-        (["--fraction", "1.5"], "--fraction is 1.5; expected at least 0 and at most 1"),
-        (["--capacity", "8"], "--capacity is 8; expected at least 16"),
-        (["--episodes", "8"], "--episodes is 8; expected at least 16"),
-        (["--resume"], "there is no run in runs/bit_flipping; start without --resume"),
-        (["--out", "notes.txt"], "notes.txt is a file; choose another --out"),
-    ],
-)
-def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
-    assert advice in error_of(bit_flipping, argv, capsys)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_help_says_where_it_writes(capsys):
-    text = help_of(bit_flipping, capsys)
-    assert "success.png" in text
-    assert "runs/bit_flipping" in text

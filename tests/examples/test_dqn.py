@@ -21,7 +21,7 @@ from flax import linen as nn
 import jaxbuf
 from jaxbuf.examples import _run, dqn
 from jaxbuf.interop import gymnax_reset
-from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
+from tests.programs.run_example import error_of, finish, interrupt, logged
 from tests.programs.tensorboard import events_of
 
 pytestmark = pytest.mark.usefixtures("promotion")
@@ -222,34 +222,6 @@ def check_table(printed, seeds, steps):
     assert float(cells[-1][5]) > 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "advice"),
-    [
-        (["--env", "Pendulum-v1"], "invalid choice 'Pendulum-v1' for argument '--env'. Expected"),
-        (["--sampler", "priority"], "Expected one of ('prioritized', 'uniform')"),
-        (["--capacity", "63"], "--capacity is 63; expected at least 64"),
-        (["--num-envs", "1001"], "--warmup is 2000; expected at least 2002"),
-        (["--n-step", "9", "--warmup", "79"], "--warmup is 79; expected at least 80"),
-        (["--n-step", "0"], "--n-step is 0; expected at least 1"),
-        (["--steps", "2000"], "--steps is 2000; expected at least 2001"),
-        (["--steps", "many"], "invalid literal for int() with base 10: 'many'"),
-        (["--batch-size", "0"], "--batch-size is 0; expected at least 1"),
-        (["--seeds", "1.5"], "invalid literal for int() with base 10: '1.5'"),
-        (["--alpha", "-0.1"], "--alpha is -0.1; expected at least 0"),
-        (["--beta", "1.1"], "--beta is 1.1; expected at least 0 and at most 1"),
-        (["--lr", "nan"], "--lr is nan; expected at least 0"),
-        (["--discount", "inf"], "--discount is inf; expected at least 0 and at most 1"),
-        (["--stepz", "5"], "Unrecognized options: --stepz, 5"),
-        (["--stepz", "5"], "Perhaps you meant: --steps INT"),
-        (["--resume"], "there is no run in runs/dqn; start without --resume"),
-    ],
-)
-def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert advice in error_of(dqn, argv, capsys)
-    assert not any(tmp_path.iterdir())
-
-
 def test_a_run_that_was_killed_before_it_was_saved_starts_anew(tmp_path, capsys):
     options = {"steps": 12_000, "warmup": 400, "capacity": 4000, "seeds": 1}
     record = {"example": "dqn", "options": options}
@@ -267,14 +239,6 @@ def test_files_of_somebody_else_are_left_alone(tmp_path, capsys):
     assert "choose another --out" in error_of(dqn, ["--out", str(tmp_path)], capsys)
     assert notes.read_text() == "mine"
     assert "is a file; choose another --out" in error_of(dqn, ["--out", str(notes)], capsys)
-
-
-def test_help_says_where_it_writes(capsys):
-    text = help_of(dqn, capsys)
-    assert "learning_curve.png" in text
-    assert "runs/dqn" in text
-    # When a run began is no option of it.
-    assert "--began" not in text
 
 
 def play(learner, action, steps):

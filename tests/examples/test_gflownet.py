@@ -16,7 +16,7 @@ import scipy.stats
 
 from jaxbuf.examples import gflownet
 from jaxbuf.examples._hypergrid import HyperGrid, pick
-from tests.programs.run_example import error_of, finish, help_of, interrupt
+from tests.programs.run_example import error_of, finish, interrupt
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -290,37 +290,6 @@ def test_resume_refuses_another_configuration(finished, capsys):
     assert "has --buffer ('none', 'fifo', 'reward', 'diverse'), not ('none',)" in message
 
 
-@pytest.mark.parametrize(
-    ("argv", "advice"),
-    [
-        (["--buffer", "rewards"], "Expected one of ('none', 'fifo', 'reward', 'diverse')"),
-        (["--buffer", "fifo", "fifo"], "--buffer is fifo fifo; name each once"),
-        (["--height", "6"], "has no mode: no coordinate lies between 0.3 and 0.4"),
-        (["--height", "1"], "ask for a height of 8, or of at least 12"),
-        (["--dims", "7"], "has 2,097,152 states; its exact distribution is computed, so ask for"),
-        (["--dims", "0"], "--dims is 0; expected at least 1"),
-        (["--replay-ratio", "1"], "choose a ratio that leaves at least one fresh"),
-        (["--replay-ratio", "0.01"], "leaves 0 to be replayed; choose a ratio that leaves"),
-        (["--capacity", "7"], "--capacity is 7; expected at least 8"),
-        (["--background", "0"], "--background is 0.0; expected at least 1e-30"),
-        (["--temperature", "-1"], "--temperature is -1.0; expected at least 1e-30"),
-        (["--steps", "0"], "--steps is 0; expected at least 1"),
-        (["--resume"], "there is no run in runs/gflownet; start without --resume"),
-    ],
-)
-def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert advice in error_of(gflownet, argv, capsys)
-    assert not any(tmp_path.iterdir())
-
-
 def test_files_of_somebody_else_are_left_alone(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     assert "choose another --out" in error_of(gflownet, ["--out", str(tmp_path)], capsys)
-
-
-def test_help_says_what_it_does_and_where_it_writes(capsys):
-    printed = help_of(gflownet, capsys)
-    assert "Train GFlowNets on a hypergrid" in printed
-    assert "in runs/gflownet or where --out" in printed
-    assert "(default: none fifo reward" in printed

@@ -143,22 +143,6 @@ def test_one_rank_says_how_to_start_more(capsys):
     assert advice in error_of(gflownet_mpi, [], capsys)
 
 
-@pytest.mark.parametrize(
-    ("argv", "advice"),
-    [
-        (["--run", "synch"], "Expected one of ('alone', 'sync', 'deferred', 'pipelined')"),
-        (["--buffer", "none,fifo"], "Expected one of ('none', 'fifo', 'reward', 'diverse')"),
-        (["--height", "6"], "has no mode: no coordinate lies between 0.3 and 0.4"),
-        (["--capacity", "7"], "--capacity is 7; expected at least 8"),
-        (["--every", "0"], "--every is 0; expected at least 1"),
-    ],
-)
-def test_a_wrong_argument_gets_advice(argv, advice, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert advice in error_of(gflownet_mpi, argv, capsys)
-    assert not any(tmp_path.iterdir())
-
-
 def test_other_ranks_leave_it_to_the_first_to_say_what_is_wrong(capsys, monkeypatch):
     monkeypatch.setenv("PMI_RANK", "1")
     with pytest.raises(SystemExit) as stopped:

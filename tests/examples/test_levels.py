@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.examples import levels
-from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
+from tests.programs.run_example import finish, interrupt, logged
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -166,25 +166,3 @@ def scored(buffer):
     live = np.asarray(buffer.live)
     seeds, scores = np.asarray(buffer.data["seed"])[live], np.asarray(buffer.occupancy.score)[live]
     return zip(seeds, scores, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("argv", "advice"),
-    [
-        (["--size", "1"], "--size is 1; expected at least 2"),
-        (["--replay", "0"], "--replay is 0.0; expected at least 0.03125 and at most 1"),
-        (["--stale", "1.5"], "--stale is 1.5; expected at least 0 and at most 1"),
-        (["--capacity", "31"], "--capacity is 31; expected at least 32"),
-        (["--resume"], "there is no run in runs/levels; start without --resume"),
-    ],
-)
-def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert advice in error_of(levels, argv, capsys)
-    assert not any(tmp_path.iterdir())
-
-
-def test_help_says_where_it_writes(capsys):
-    text = help_of(levels, capsys)
-    assert "solved.png" in text
-    assert "runs/levels" in text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxbuf.examples import r2d2
-from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
+from tests.programs.run_example import finish, interrupt, logged
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -192,26 +192,3 @@ def test_no_gradient_flows_into_the_burn_in():
     assert (size[:8, :2] == 0).all()
     assert (size[:8, 2:] > 0).all()
     assert (size[8:] > 0).all()
-
-
-@pytest.mark.parametrize(
-    ("argv", "advice"),
-    [
-        (["--burn-in", "14"], "--sequence-length is 16; expected at least 18"),
-        (["--eta", "1.5"], "--eta is 1.5; expected at least 0 and at most 1"),
-        (["--capacity", "100"], "--capacity is 100; expected at least 2048"),
-        (["--steps", "4096"], "--steps is 4096; expected at least 4097"),
-        (["--period", "0"], "--period is 0; expected at least 1"),
-        (["--resume"], "there is no run in runs/r2d2; start without --resume"),
-    ],
-)
-def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert advice in error_of(r2d2, argv, capsys)
-    assert not any(tmp_path.iterdir())
-
-
-def test_help_says_where_it_writes(capsys):
-    text = help_of(r2d2, capsys)
-    assert "return.png" in text
-    assert "runs/r2d2" in text

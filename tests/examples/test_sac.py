@@ -12,7 +12,7 @@ import pytest
 import jaxbuf
 from jaxbuf.examples import sac
 from jaxbuf.interop import transition_like
-from tests.programs.run_example import error_of, finish, help_of, interrupt, logged
+from tests.programs.run_example import error_of, finish, interrupt, logged
 from tests.programs.tensorboard import events_of
 
 pytestmark = pytest.mark.usefixtures("promotion")
@@ -283,29 +283,3 @@ def test_returns_are_those_of_whole_episodes():
     returns.add(np.array([8.0, 80.0]), np.array([True, True]))
     assert returns.mean() == (12 + 80) / 2
     assert np.isnan(returns.mean())
-
-
-@pytest.mark.parametrize(
-    ("argv", "advice"),
-    [
-        (["--env", "Pendulum-v99"], "--env is Pendulum-v99, which cannot be made: Environment"),
-        (["--env", "CartPole-v1"], "with actions Discrete(2); expected a bounded vector"),
-        (["--batch-size", "2000"], "--warmup is 1000; expected at least 2000"),
-        (["--steps", "1000"], "--steps is 1000; expected at least 1001"),
-        (["--updates", "0"], "--updates is 0; expected at least 1"),
-        (["--discount", "1.5"], "--discount is 1.5; expected at least 0 and at most 1"),
-        (["--resume"], "there is no run in runs/sac; start without --resume"),
-    ],
-)
-def test_a_wrong_argument_gets_advice(argv, advice, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert advice in error_of(sac, argv, capsys)
-    assert not any(tmp_path.iterdir())
-
-
-def test_help_says_where_it_writes(capsys):
-    text = help_of(sac, capsys)
-    assert "learning_curve.png" in text
-    assert "runs/sac" in text
-    # When a run began is no option of it.
-    assert "--began" not in text
