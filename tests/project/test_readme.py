@@ -105,6 +105,7 @@ def test_all_marks_of_the_comparison_are_known():
         assert set(marks) <= {"✓", "–", "option"}, row
 
 
+@pytest.mark.slow
 def test_all_examples_are_listed_with_options_that_they_have(capsys):
     section = README.split("\n## Examples\n")[1].split("\n## ")[0]
     commands = re.findall(r"python -m jaxbuf\.examples\.(\w+)([^#\n]*)", section)
@@ -127,10 +128,3 @@ def test_the_citation_is_of_this_version():
 def test_the_changelog_begins_with_this_version():
     versions = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert jaxbuf.__version__ == next(version for version in versions if version != "Unreleased")
-
-
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(name):
-    for link in re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text()):
-        if "://" not in link:
-            assert (ROOT / link).exists(), link
