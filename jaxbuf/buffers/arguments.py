@@ -50,15 +50,17 @@ def check_slots(slots: object, name: str = "slots") -> Slots:
         ValueError: If they have no index and generation of integers of the same shape, ``[B]``.
     """
     arrays = jax.Array | np.ndarray
-    if not isinstance(slots, Slots) or not all(
-        isinstance(field, arrays) for field in (slots.index, slots.generation)
+    if not isinstance(slots, Slots) or not (
+        isinstance(slots.index, arrays) and isinstance(slots.generation, arrays)
     ):
         kind = "only an array" if isinstance(slots, arrays) else checks.name_of(slots)
         if isinstance(slots, Slots):
             kind = f"{slots}, whose fields are not both arrays"
         raise ValueError(f"{name} is {kind}; expected the slots of a sample: batch.slots")
     index, generation = slots.index, slots.generation
-    integers = all(jnp.issubdtype(field.dtype, jnp.integer) for field in (index, generation))
+    integers = jnp.issubdtype(index.dtype, jnp.integer) and jnp.issubdtype(
+        generation.dtype, jnp.integer
+    )
     if not integers or index.shape != generation.shape:
         raise ValueError(
             f"{name} has an index {index.dtype}{list(index.shape)} and a generation "

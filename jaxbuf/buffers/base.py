@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.core import trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.hyperparameters import bind, names_of
@@ -190,7 +191,7 @@ class SampledBase(OwningBuffer, Described):
     def with_state(self, i: int, state: State) -> Self:
         """Returns the buffer with a new state of the part ``extras[i]``."""
         states = lax.stop_gradient(self.extra_states)
-        return self.replace(extra_states=(*states[:i], state, *states[i + 1 :]))
+        return trees.updated(self, extra_states=(*states[:i], state, *states[i + 1 :]))
 
     def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
         """Returns new fields after a check that strategies and their states fit each other."""

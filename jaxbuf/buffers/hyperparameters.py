@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool
 
 from jaxbuf.buffers import events
 from jaxbuf.buffers.base import SampledBase
-from jaxbuf.core import hyperparameters
+from jaxbuf.core import hyperparameters, trees
 from jaxbuf.core.segment_tree import using_width, width_of
 from jaxbuf.core.types import State
 from jaxbuf.strategies.protocols import Sampler
@@ -29,7 +29,7 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
         name: jnp.where(legal, values[name], old) if name in values else old
         for name, old in before.items()
     }
-    buffer = buffer.replace(hyperparameters=after)
+    buffer = trees.updated(buffer, hyperparameters=after)
     if not any(map(is_notified, buffer.bound_sampler.leaf_samplers)):
         return buffer, legal
 
@@ -39,7 +39,7 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
     old = lax.stop_gradient(buffer.sampler_state)
     new = buffer.bound_sampler.map_state(old, notify)
     state = jax.tree.map(lambda a, b: jnp.where(legal, a, b), new, old)
-    return buffer.replace(sampler_state=state), legal
+    return trees.updated(buffer, sampler_state=state), legal
 
 
 def with_sampler(
@@ -97,7 +97,7 @@ def with_sampler(
         empty = new.init(slots)
         names = iter([name for name, _ in _inside(sampler, empty)])
         state = new.map_state(empty, lambda inner, blank: state_of(next(names), inner, blank))
-    changed = buffer.replace(sampler=sampler, sampler_state=state, hyperparameters=values)
+    changed = trees.updated(buffer, sampler=sampler, sampler_state=state, hyperparameters=values)
     return changed, legal
 
 

@@ -191,12 +191,12 @@ class ItemBuffer(SampledBuffer):
             if reasons := events.query(part.refuse, state, rows, self.occupancy):
                 rows = rows.without(refuse(reasons, rows.taken, counts))
         occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
-        buffer = self.replace(data=storage.write(self.data, items, index))
+        buffer = trees.updated(self, data=storage.write(self.data, items, index))
         buffer = buffer._notify(lambda part: part.on_add, index, rows)
         buffer = events.apply_change(buffer, occupancy, added=index, value=value)
         slots = Slots(index, occupancy.generation(index))
         counts["adds"] = rows.count
-        return buffer.replace(counters=self._counted(counts)), slots
+        return trees.updated(buffer, counters=self._counted(counts)), slots
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key: PRNGKeyArray, batch_size: int

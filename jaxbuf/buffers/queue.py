@@ -128,7 +128,8 @@ class Queue(OwningBuffer, Described):
             return self
         occupancy, index = self.occupancy.place(rows, accepted, None)
         added = jnp.sum(accepted, dtype=jnp.uint32)
-        return self.replace(
+        return trees.updated(
+            self,
             data=storage.write(self.data, items, index),
             occupancy=occupancy,
             counters=self.counters
@@ -162,7 +163,8 @@ class Queue(OwningBuffer, Described):
             valid=valid,
         )
         count = jnp.minimum(size, rows).astype(jnp.uint32)
-        queue = self.replace(
+        queue = trees.updated(
+            self,
             occupancy=self.occupancy.take(count),
             counters=self.counters + counters.tally(COUNTS, {"taken": count}),
         )
@@ -180,7 +182,7 @@ class Queue(OwningBuffer, Described):
         The result shares no array with the original, so that either may be donated.
         """
         data = jax.tree.map(jnp.zeros_like, self.data)
-        empty = self.replace(data=data, occupancy=self.occupancy.clear())
+        empty = trees.updated(self, data=data, occupancy=self.occupancy.clear())
         return trees.in_place_of(self, empty)
 
     def metrics(self) -> dict[str, Array]:

@@ -136,7 +136,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         state = lax.stop_gradient(self.sampler_state)
         after, draw = self.bound_sampler.next(state, check_key(key), rows, self.occupancy)
         after = events.check_state(self.bound_sampler.next, state, after)
-        return self.replace(sampler_state=after), self.gather(draw)
+        return trees.updated(self, sampler_state=after), self.gather(draw)
 
     def sample_range(
         self,
@@ -178,7 +178,8 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         legal = jnp.broadcast_to(sampler.accepts(value), mask.shape)
         index, rejected = self.occupancy.rows_to_change(slots, mask, legal)
         state = lax.stop_gradient(self.sampler_state)
-        return self.replace(
+        return trees.updated(
+            self,
             sampler_state=events.notify(sampler.set_priority, state, index, value),
             counters=self._counted({"rejected": rejected}),
         )
@@ -209,7 +210,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         state, states = lax.stop_gradient((self.sampler_state, self.extra_states))
         if write_back.follows_writes(self.extras):
             states = write_back.notify_of_write(self, states, row, storage.read(data, row), path)
-        return self.replace(data=data, sampler_state=state, extra_states=states)
+        return trees.updated(self, data=data, sampler_state=state, extra_states=states)
 
     def map_field(self, path: str | None, fn: Function, *, batch_size: int = 4096) -> Self:
         if not callable(fn):
@@ -218,7 +219,8 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         write_back.check_writable(self, path, every=True)
         data, states = write_back.map_field(self, path, fn, rows)
         detached = lax.stop_gradient(data)
-        return self.replace(
+        return trees.updated(
+            self,
             data=data,
             sampler_state=lax.stop_gradient(self.sampler_state),
             extra_states=tuple(
@@ -249,7 +251,8 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         if self.sampler.uses_score:
             state = events.notify(self.bound_sampler.set_priority, state, index, score)
         index = keep_last(index, self.capacity)
-        buffer = self.replace(
+        buffer = trees.updated(
+            self,
             occupancy=self.occupancy.rescore(index, score),
             sampler_state=state,
             counters=self._counted({"rejected": rejected}),
@@ -268,7 +271,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         changed, count = retire.remove(self, jnp.where(mask, slots.index, self.capacity))
         if "removed" not in self.counter_names:
             return changed
-        return changed.replace(counters=self._counted({"removed": count}))
+        return trees.updated(changed, counters=self._counted({"removed": count}))
 
     def holds(self, slots: Slots) -> Bool[Array, " B"]:
         slots = check_slots(slots)
@@ -366,7 +369,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
 
     def counting_illegal(self, changed: Self, legal: Bool[Array, ""]) -> Self:
         """Returns a changed buffer that has counted values of the sampler that are not legal."""
-        return changed.replace(counters=changed._counted({"rejected": ~legal}))
+        return trees.updated(changed, counters=changed._counted({"rejected": ~legal}))
 
     def options(self) -> dict[str, Any]:
         """Returns the strategies of the buffer, as keyword arguments of ``create``."""
@@ -378,7 +381,8 @@ class SampledBuffer(SlottedBuffer, SampledBase):
 
     def move(self, old: Self, moves: Moves) -> Self:
         parts = zip(self.extras, self.extra_states, old.extra_states, strict=True)
-        return self.replace(
+        return trees.updated(
+            self,
             hyperparameters=old.hyperparameters,
             sampler_state=old.bound_sampler.move(self.sampler_state, old.sampler_state, moves),
             extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
@@ -421,7 +425,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
             events.notify(method_of(part), state, *arguments)
             for part, state in self._extras_and_states()
         ]
-        return self.replace(extra_states=tuple(states))
+        return trees.updated(self, extra_states=tuple(states))
 
     def _find_extra(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
         """Returns the part of this class and its state, or ``(None, ())``."""
@@ -436,7 +440,8 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         Args:
             init: Returns the state of a part for an empty buffer.
         """
-        empty = self.replace(
+        empty = trees.updated(
+            self,
             data=jax.tree.map(jnp.zeros_like, self.data),
             occupancy=self.occupancy.clear(),
             sampler_state=self.bound_sampler.init(self.num_slots),

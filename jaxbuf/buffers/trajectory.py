@@ -332,7 +332,7 @@ class TrajectoryBuffer(SampledBuffer):
         rings, target, broken, completed = self.rings.place(num_steps, offered.mask)
         rows = StepRows(**vars(offered), rings=self.rings, target=target)
         flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), steps)
-        buffer = self.replace(data=storage.write(self.data, flat, target.reshape(-1)))
+        buffer = trees.updated(self, data=storage.write(self.data, flat, target.reshape(-1)))
         buffer = buffer._notify(lambda part: part.on_steps, self._windows_at(target), rows)
         counts = {"adds": rows.count}
         if value is not None:
@@ -352,7 +352,7 @@ class TrajectoryBuffer(SampledBuffer):
         completed, refused = buffer._refuse(completed, rows, counts)
         removed = jnp.concatenate([broken, *refused], axis=1)
         buffer = buffer._change_windows(rings, added=completed, value=value, removed=removed)
-        return buffer.replace(counters=self._counted(counts))
+        return trees.updated(buffer, counters=self._counted(counts))
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
@@ -491,13 +491,13 @@ class TrajectoryBuffer(SampledBuffer):
         mask = mask_of(envs, self.num_envs) & (index.run > 0)
         newest = self._newest_rows(mask)  # [E]
         data, paths = index.episodes.truncate(self.data, newest)
-        ended = self.with_state(i, index.end(rings, mask)).replace(data=data)
+        ended = trees.updated(self.with_state(i, index.end(rings, mask)), data=data)
         steps = lax.stop_gradient(storage.read(data, newest))
         if write_back.follows_writes(self.extras):
             for path in paths:
                 states = lax.stop_gradient(ended.extra_states)
                 states = write_back.notify_of_write(ended, states, newest, steps, path)
-                ended = ended.replace(extra_states=states)
+                ended = trees.updated(ended, extra_states=states)
         if not index.episodes.removes:
             return ended
         # Windows that are cut short by the new end may be complete now.
@@ -509,7 +509,7 @@ class TrajectoryBuffer(SampledBuffer):
         slots, refused = ended._refuse(slots, rows, counts)
         removed = jnp.concatenate(refused, axis=1) if refused else None
         ended = ended._change_windows(rings, added=slots, removed=removed)
-        return ended.replace(counters=self._counted(counts))
+        return trees.updated(ended, counters=self._counted(counts))
 
     def drop_newest_episode(self, envs: Envs = None) -> Self:
         i = self._need_episodes("drop_newest_episode was called, but ")

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from jaxbuf.core import leaves
-from jaxbuf.core.versions import vary, varying_axes
+from jaxbuf.core.versions import in_shard_map, vary, varying_axes
 
 AnyTree = TypeVar("AnyTree", bound=PyTree[Array])
 
@@ -102,6 +102,8 @@ def vary_with(tree: AnyTree, *others: PyTree[Array]) -> AnyTree:
         >>> mapped(jnp.arange(6.0)).tolist()
         [3.0]
     """
+    if not in_shard_map():
+        return tree
     axes = frozenset[str]().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(others)))
 
     def cast(leaf: Array) -> Array:

@@ -203,13 +203,17 @@ def check_rows(
         ValueError: If the shape differs, if the dtype is of another kind (bool, integer or
             floating), or if a known number does not fit.
     """
-    got = numbers.type_of(value, name)
+    if isinstance(value, jax.Array) and value.dtype == dtype and not value.weak_type:
+        got = array = value
+    else:
+        got, array = numbers.type_of(value, name), None
     if got.shape != shape:
         raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
-    if not _is_castable(got, dtype):
+    if array is None and not _is_castable(got, dtype):
         given = numbers.given_dtype(value, got.dtype)
         raise ValueError(f"{name} has dtype {given}; expected {np.dtype(dtype).name}")
-    array = numbers.to_array(value, name, np.dtype(dtype), infinite=infinite)
+    if array is None:
+        array = numbers.to_array(value, name, np.dtype(dtype), infinite=infinite)
     return array if gradients else lax.stop_gradient(array)
 
 

@@ -34,6 +34,14 @@ all strings or all integers (Comparator raised exception while sorting pytree di
         ) from error
 
 
+def updated(node: Tree, **fields: Any) -> Tree:
+    """Returns a dataclass with other fields, without a check: not of a class's own ``replace``."""
+    # In a fifth of the time of ``dataclasses.replace``.
+    new = object.__new__(type(node))
+    vars(new).update(vars(node), **fields)
+    return new
+
+
 def native(leaf: Any) -> Any:
     """Returns a leaf; a NumPy array in the byte order of this machine, which JAX needs."""
     if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
@@ -47,6 +55,16 @@ def is_concrete(kind: type) -> bool:
     return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
+def _has_numpy(tree: object) -> bool:
+    # By cached facts of their classes, because each call from Python comes here.
+    return any(map(_is_numpy, map(type, jax.tree.leaves(tree))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_numpy(kind: type) -> bool:
+    return issubclass(kind, np.ndarray | np.generic)
+
+
 def owned(tree: Tree) -> Tree:
     """Returns the tree with copies of its NumPy arrays, which their owner may write again.
 
@@ -54,8 +72,7 @@ def owned(tree: Tree) -> Tree:
     array may be the memory of a NumPy array. So each array that a caller passes is copied once,
     before anything of JAX sees it: here, or where its dtype is converted.
     """
-    # Few classes are looked at instead of many leaves, because each call from Python comes here.
-    if not any(issubclass(kind, np.ndarray) for kind in set(map(type, jax.tree.leaves(tree)))):
+    if not _has_numpy(tree):
         return tree
 
     def copy(leaf: Any) -> Any:
@@ -68,7 +85,7 @@ def owned(tree: Tree) -> Tree:
 
 def on_device(tree: Tree) -> Tree:
     """Returns the tree with its NumPy arrays, as ``jax.device_get`` returns them, as jax arrays."""
-    if not any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(tree)):
+    if not _has_numpy(tree):
         return tree
     return jax.tree.map(jnp.asarray, owned(tree))
 

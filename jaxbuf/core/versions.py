@@ -45,6 +45,11 @@ def trace_state() -> object:
     return _TRACING.get_opaque_trace_state(convention="jaxbuf")
 
 
+def in_shard_map() -> bool:
+    """Returns whether what is traced runs inside of ``jax.shard_map``, where arrays may vary."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def varying_axes(leaf: object) -> frozenset[str]:
     """Returns the mesh axes that an array varies over inside of ``jax.shard_map``."""
     aval: Any = jax.typeof(leaf)
@@ -61,7 +66,7 @@ def vary(leaf: Array, axes: tuple[str, ...]) -> Array:
 
 def shape_like(leaf: jax.ShapeDtypeStruct | Array, like: Array) -> jax.ShapeDtypeStruct:
     """Returns the shape of a result that varies over the same axes as ``like``."""
-    if not varying_axes(like):
+    if not in_shard_map() or not varying_axes(like):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     aval: Any = jax.typeof(like)
     kind = {"manual_axis_type": aval.manual_axis_type} if _TYPED else {"vma": aval.vma}

@@ -140,7 +140,8 @@ def either(
     arrays = vary_with(arrays, arrays)
     on_cpu = natively if _in_use.value and native_available() else plainly
     elsewhere = elsewhere or plainly
-    if on_cpu is elsewhere:
+    # What is called from Python there runs on a CPU.
+    if on_cpu is elsewhere or _called.value:
         return on_cpu(*arrays)
     return lax.platform_dependent(*arrays, cpu=on_cpu, default=elsewhere)
 

@@ -103,9 +103,9 @@ def change_sampler(
         changed = jax.vmap(lambda shard: change(shard, *replicated))(shards)
         first = shard_ids(shards, buffer.axis) == 0
         counters = jnp.where(first[:, None], changed.counters, shards.counters)
-        return changed.replace(counters=counters)
+        return trees.updated(changed, counters=counters)
 
-    return buffer.replace(shards=run_on_devices(buffer, body, replicated=arguments))
+    return trees.updated(buffer, shards=run_on_devices(buffer, body, replicated=arguments))
 
 
 def summarize(shards: SampledBuffer) -> PyTree[Array]:
@@ -187,7 +187,7 @@ def with_global_default(buffer: ShardedFields, shards: SampledBuffer) -> Sampled
     summaries = all_gather(summarize(shards), buffer.axis)  # [S]
     states = lax.stop_gradient(shards.sampler_state)
     states = jax.vmap(sampler.with_global_default, in_axes=(0, None))(states, summaries)
-    return shards.replace(sampler_state=states)
+    return trees.updated(shards, sampler_state=states)
 
 
 def global_slots(buffer: ShardedFields, slots: Slots, shard_id: Int[Array, "..."]) -> Slots:
@@ -215,7 +215,7 @@ def change_envs(
             shards = with_global_default(buffer, shards)
         return jax.vmap(change)(shards, mask.reshape(num_local(shards), -1))
 
-    return buffer.replace(shards=run_on_devices(buffer, body, mask))
+    return trees.updated(buffer, shards=run_on_devices(buffer, body, mask))
 
 
 def change_rows(
@@ -228,7 +228,7 @@ def change_rows(
         ids = shard_ids(shards, buffer.axis)
         return jax.vmap(change, in_axes=(0, 0, None))(shards, ids, rows)
 
-    return buffer.replace(shards=run_on_devices(buffer, body, rows))
+    return trees.updated(buffer, shards=run_on_devices(buffer, body, rows))
 
 
 def slots_at(buffer: ShardedFields, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
@@ -342,7 +342,7 @@ def change_each(
     ) -> SampledBuffer:
         return map_shards(lambda shard: change(shard, *replicated))(shards)
 
-    return buffer.replace(shards=run_on_devices(buffer, body, replicated=arguments))
+    return trees.updated(buffer, shards=run_on_devices(buffer, body, replicated=arguments))
 
 
 def metrics(buffer: ShardedFields) -> dict[str, Array]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.sampled import SampledBuffer
+from jaxbuf.core import trees
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.wrappers.sharded.exchange import exchange, local_order
@@ -30,7 +31,7 @@ def sample(buffer: ShardedFields, key: PRNGKeyArray, batch_size: int) -> Sample:
     nbytes = _row_bytes(buffer)
 
     def body(shards: SampledBuffer, _: object, words: Array) -> Sample:
-        shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
+        shards = trees.updated(shards, sampler_state=lax.stop_gradient(shards.sampler_state))
         summaries = summarize(shards) if buffer.exchange else ()  # [L]
         # In a caller's ``shard_map`` each device may have another key: all use that of shard 0.
         words = jnp.broadcast_to(words, (num_local(shards), *words.shape))
@@ -94,7 +95,7 @@ def get(buffer: ShardedFields, slots: Slots) -> Sample:
     nbytes, count = _row_bytes(buffer), buffer.num_shards
 
     def body(shards: SampledBuffer, local_slots: Slots, _: object) -> Sample:
-        shards = shards.replace(sampler_state=lax.stop_gradient(shards.sampler_state))
+        shards = trees.updated(shards, sampler_state=lax.stop_gradient(shards.sampler_state))
         all_slots = all_gather(local_slots, buffer.axis)  # [B]
         summaries = all_gather(summarize(shards), buffer.axis) if buffer.exchange else ()  # [S]
         sampler = sampler_of(shards)
@@ -123,7 +124,8 @@ def get(buffer: ShardedFields, slots: Slots) -> Sample:
 
 def _row_bytes(buffer: ShardedFields) -> int:
     """Returns the number of bytes of the data of a row."""
-    shards: Any = buffer.shards
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shards)
-    row = jax.eval_shape(lambda shard: shard.sample(jax.random.key(0), 1).data, one)
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(row))
+    shards = buffer.shards
+    sizes = (
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shards.example)
+    )
+    return math.prod(shards.step_axes) * sum(sizes)

@@ -202,7 +202,7 @@ class Sharded(SlottedBuffer, ShardedFields):
         shards = self._add_rows(
             "add", lambda shard, items, options: shard.add(items, **options), items, dict(options)
         )
-        return self.replace(shards=shards)
+        return trees.updated(self, shards=shards)
 
     def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
         shards, slots = self._add_rows(
@@ -211,7 +211,7 @@ class Sharded(SlottedBuffer, ShardedFields):
             items,
             dict(options),
         )
-        return self.replace(shards=shards), slots
+        return trees.updated(self, shards=shards), slots
 
     def _add_rows(
         self, name: str, add_block: Function, items: PyTree[Array], options: dict[str, object]
