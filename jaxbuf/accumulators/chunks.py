@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.accumulators.lanes import Lanes, at_a_time, check_line, shapes_of, write
 from jaxbuf.buffers.arguments import check_parts, check_version
@@ -15,7 +15,7 @@ from jaxbuf.core.describe import Described
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.program import program
 from jaxbuf.core.sizes import check_count
-from jaxbuf.core.types import Dtype
+from jaxbuf.core.types import Arrays, Count, Dtype, Index, Integers, Mask, Word
 from jaxbuf.strategies.freshness import Freshness
 
 # The dtypes of the numbers of each fragment.
@@ -33,7 +33,7 @@ class Chunk(Described):
         session: The session of all fragments; ``[]`` or ``[B]`` int32.
     """
 
-    fragments: PyTree[Array]
+    fragments: Arrays
     version: Int[Array, "..."]
     session: Int[Array, "..."] | None = None
 
@@ -96,14 +96,14 @@ class ChunkAccumulator(Described):
         MineStudio (Cai et al., 2024), the fragment buffer of its online training.
     """
 
-    data: tuple[PyTree[Array], Array, Array]
+    data: tuple[Arrays, Array, Array]
     lanes: Lanes
     start: Int[Array, " N"]
     number: Int[Array, " W"]
     session: Int[Array, " W"]
     learner: Int[Array, " 2"]
-    rejected: UInt[Array, ""]
-    stale: UInt[Array, ""]
+    rejected: Word
+    stale: Word
     per_add: int | None = struct.field(pytree_node=False)
     freshness: Freshness | None = struct.field(pytree_node=False, default=None)
 
@@ -181,7 +181,7 @@ class ChunkAccumulator(Described):
         return self.lanes.filled
 
     @property
-    def waiting(self) -> Int[Array, ""]:
+    def waiting(self) -> Count:
         """The number of complete chunks that have not been returned yet."""
         return self.lanes.waiting
 
@@ -193,9 +193,7 @@ class ChunkAccumulator(Described):
         return remainder(position - self.start[:, None], length) < self.lanes.num_rows[:, None]
 
     @program(dtypes=_INTEGERS)
-    def set_version(
-        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
-    ) -> Self:
+    def set_version(self, version: int | Count, session: int | Count | None = None) -> Self:
         """Sets the learner's version, and drops fragments of incomplete chunks that are too stale.
 
         Fragments that are too stale are dropped and counted together with all earlier ones of their
@@ -233,13 +231,13 @@ class ChunkAccumulator(Described):
     @program(stored=("fragments",), dtypes=_INTEGERS)
     def add(
         self,
-        fragments: PyTree[Array],
-        worker: Int[Array, " B"],
-        number: Int[Array, " B"],
+        fragments: Arrays,
+        worker: Index,
+        number: Integers,
         *,
-        version: Int[Array, " B"] | None = None,
-        session: Int[Array, " B"] | None = None,
-        mask: Bool[Array, " B"] | None = None,
+        version: Integers | None = None,
+        session: Integers | None = None,
+        mask: Mask | None = None,
     ) -> tuple[Self, Chunk, Bool[Array, " K"]]:
         """Adds fragments of any workers, and returns complete chunks.
 
@@ -388,6 +386,6 @@ class ChunkAccumulator(Described):
         return jnp.where(lane < self.lanes.count, rotated, target)
 
 
-def _at(values: Int[Array, " B"], row: Int[Array, "..."], otherwise: Array) -> Int[Array, "..."]:
+def _at(values: Integers, row: Int[Array, "..."], otherwise: Array) -> Int[Array, "..."]:
     """Returns the values at some rows, or ``otherwise`` where a row is negative."""
     return jnp.where(row < 0, otherwise, values[row])

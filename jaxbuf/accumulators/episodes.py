@@ -14,7 +14,7 @@ from jaxbuf.core import fields, storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.sizes import check_count
-from jaxbuf.core.types import Numbers
+from jaxbuf.core.types import Arrays, Count, Numbers
 
 
 class PaddedEpisode(Described):
@@ -25,7 +25,7 @@ class PaddedEpisode(Described):
         length: The number of real steps, which come first; ``[]`` or ``[B]`` int32.
     """
 
-    steps: PyTree[Array]
+    steps: Arrays
     length: Int[Array, "..."]
 
     @property
@@ -79,7 +79,7 @@ class EpisodeAccumulator(Described):
         1
     """
 
-    data: PyTree[Array]
+    data: Arrays
     lanes: Lanes
     flags: tuple[str, ...] = struct.field(pytree_node=False)
     per_add: int | None = struct.field(pytree_node=False)
@@ -166,13 +166,13 @@ class EpisodeAccumulator(Described):
         return self.lanes.filled
 
     @property
-    def waiting(self) -> Int[Array, ""]:
+    def waiting(self) -> Count:
         """The number of complete episodes that have not been returned yet."""
         return self.lanes.waiting
 
     @program(stored=("steps",))
     def add(
-        self, steps: PyTree[Array], *, mask: Bool[Array, "..."] | None = None
+        self, steps: Arrays, *, mask: Bool[Array, "..."] | None = None
     ) -> tuple[Self, PaddedEpisode, Bool[Array, " K"]]:
         """Appends one step or ``T`` steps to each environment, and returns complete episodes.
 
@@ -259,9 +259,7 @@ class EpisodeAccumulator(Described):
             "dropped": counts["dropped"],
         }
 
-    def _check(
-        self, steps: PyTree[Array], mask: Numbers | None
-    ) -> tuple[PyTree[Array], Bool[Array, "E T"]]:
+    def _check(self, steps: Arrays, mask: Numbers | None) -> tuple[Arrays, Bool[Array, "E T"]]:
         """Returns the steps as arrays ``[num_envs, T, *shape]``, and a mask of those to add."""
         steps, batch = check_steps(self.data, steps, self.num_envs, skip=2)
         return steps, check_step_mask(jnp.ones(batch, bool) if mask is None else mask, batch)

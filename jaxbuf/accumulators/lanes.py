@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt
 
 from jaxbuf.core import counters, sizes, storage
 from jaxbuf.core.division import remainder
+from jaxbuf.core.types import Arrays, Count
 
 # The names of the counters of lanes.
 COUNTS = ("complete", "cut", "refused", "dropped")
@@ -44,8 +45,8 @@ class Lanes(struct.PyTreeNode):
     filled: Int[Array, " E"]
     line: Int[Array, " W"]
     rows: Int[Array, " W"]
-    head: Int[Array, ""]
-    waiting: Int[Array, ""]
+    head: Count
+    waiting: Count
     counters: UInt[Array, " 4"]
     length: int = struct.field(pytree_node=False)
 
@@ -245,12 +246,12 @@ def at_a_time(per_add: int | None, lanes: Lanes, rows: int) -> int:
     return min(most, max(16, -(-32 * rows // lanes.length)))
 
 
-def shapes_of(data: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+def shapes_of(data: Arrays) -> PyTree[jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of one lane of the storage."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), data)
 
 
-def write(data: PyTree[Array], rows: PyTree[Array], target: Int[Array, "..."]) -> PyTree[Array]:
+def write(data: Arrays, rows: Arrays, target: Int[Array, "..."]) -> Arrays:
     """Writes rows, leaves ``[*target.shape, ...]``, to the rows ``target`` of the storage."""
     written = storage.write(
         jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), data),

@@ -5,13 +5,13 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.hyperparameters import check_declared
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Numbers
+from jaxbuf.core.types import Arrays, Count, Floats, Index, Mask, Numbers, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
@@ -34,7 +34,7 @@ def check_batch_size(batch_size: int) -> int:
     return check_count("batch_size", batch_size, most=2**31 - 1)
 
 
-def check_num_rows(batch_size: object) -> Int[Array, ""]:
+def check_num_rows(batch_size: object) -> Count:
     """Returns the number of rows requested as an array; it may be traced.
 
     Raises:
@@ -109,7 +109,7 @@ def check_priority(priority: object, shape: tuple[int, ...], axes: str) -> Float
 
 def check_update(
     sampler: Sampler, slots: Slots, priority: object, mask: object
-) -> tuple[Slots, Float[Array, " B"], Bool[Array, " B"]]:
+) -> tuple[Slots, Floats, Mask]:
     """Checks the arguments of ``update_priority``, and returns them as arrays.
 
     Raises:
@@ -123,12 +123,8 @@ def check_update(
 
 
 def check_steps(
-    data: PyTree[Array],
-    steps: PyTree[Array],
-    num_envs: int,
-    name: str = "num_envs",
-    skip: int = 1,
-) -> tuple[PyTree[Array], tuple[int, ...]]:
+    data: Arrays, steps: Arrays, num_envs: int, name: str = "num_envs", skip: int = 1
+) -> tuple[Arrays, tuple[int, ...]]:
     """Returns steps as arrays ``[num_envs, T, *shape]``, and the leading axes they came with.
 
     Args:
@@ -231,7 +227,7 @@ def check_where(where: Where, positions: object) -> Slots | tuple[Any, Any]:
 
 def broadcast_steps(
     env_ids: object, positions: object, name: str = "env_ids"
-) -> tuple[Int[Array, " B"], UInt[Array, " B"], tuple[int, ...]]:
+) -> tuple[Index, Words, tuple[int, ...]]:
     """Returns environments and positions of steps as flat arrays, and their broadcast shape.
 
     Args:
@@ -357,7 +353,7 @@ def _check_reasons(part: Part) -> None:
         )
 
 
-def check_version(version: object, session: object) -> tuple[Int[Array, ""], Int[Array, ""] | None]:
+def check_version(version: object, session: object) -> tuple[Count, Count | None]:
     """Returns the learner's version and session as arrays.
 
     Raises:

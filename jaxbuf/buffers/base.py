@@ -6,7 +6,7 @@ from typing import Any, Self
 import jax
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree, UInt
+from jaxtyping import Array, Int, PyTree, UInt
 
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.core import trees
@@ -15,7 +15,7 @@ from jaxbuf.core.donation import check_readable
 from jaxbuf.core.hyperparameters import bind, names_of
 from jaxbuf.core.segment_tree import using_width, width_of
 from jaxbuf.core.storage import has_shapes, like
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Arrays, Count, Index, Mask, State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows
@@ -54,7 +54,7 @@ class OwningBuffer(Buffer):
         return self.occupancy.capacity
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of items that the buffer holds."""
         check_readable(self)
         return self.occupancy.size
@@ -72,7 +72,7 @@ class OwningBuffer(Buffer):
         )
 
     @property
-    def storage(self) -> PyTree[Array]:
+    def storage(self) -> Arrays:
         """The storage, ``data``."""
         return self.data
 
@@ -133,7 +133,7 @@ class SampledBase(OwningBuffer, Described):
             ``jaxbuf.Varying``.
     """
 
-    data: PyTree[Array]
+    data: Arrays
     occupancy: Occupancy
     sampler_state: State
     counters: UInt[Array, " K"]
@@ -157,7 +157,7 @@ class SampledBase(OwningBuffer, Described):
     def score_users(self) -> list[object]:
         """The strategies that use scores."""
 
-    def rows_of(self, index: Int[Array, " B"]) -> Int[Array, "..."]:
+    def rows_of(self, index: Index) -> Int[Array, "..."]:
         """Returns the rows of the storage that hold the contents of slots, or ``capacity``.
 
         For items these are the slots ``[B]`` themselves, for windows their own steps ``[B, L]``.
@@ -165,17 +165,15 @@ class SampledBase(OwningBuffer, Described):
         return index
 
     @abc.abstractmethod
-    def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def holds_row(self, row: Index) -> Mask:
         """Returns whether there is an item, or a step, in these rows of the storage."""
 
     @abc.abstractmethod
-    def any_row(self) -> Int[Array, ""]:
+    def any_row(self) -> Count:
         """Returns a row of the storage with an item, or a step; arbitrary in an empty buffer."""
 
     @abc.abstractmethod
-    def for_parts(
-        self, row: Int[Array, "..."], items: PyTree[Array]
-    ) -> tuple[Int[Array, "..."], Rows]:
+    def for_parts(self, row: Int[Array, "..."], items: Arrays) -> tuple[Int[Array, "..."], Rows]:
         """Returns slots and rows for ``Part.on_write``, of items in these rows of the storage."""
 
     @property

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Bool, Float, Int
 
 from jaxbuf.buffers.buffer import check_options
 from jaxbuf.buffers.operation import Operation
@@ -35,7 +35,7 @@ from jaxbuf.buffers.slotted import (
 from jaxbuf.core import checks
 from jaxbuf.core.program import OwnPrograms, Program
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Arrays, Count, Function, Key
 from jaxbuf.strategies.protocols import Sampler
 
 P = ParamSpec("P")
@@ -181,7 +181,7 @@ def _door(declared: Function, options: type | None = None) -> Callable[[Door], D
 @_as_declared(SlottedBuffer.add, AddOptions)
 def add(
     buffer: AnyBuffer,
-    items: PyTree[Array],
+    items: Arrays,
     *,
     priority: Float[ArrayLike, "..."] | None = None,
     score: Float[ArrayLike, " B"] | None = None,
@@ -193,9 +193,7 @@ def add(
     donate: bool = True,
 ) -> AnyBuffer: ...
 @overload
-def add(
-    buffer: _Adds[P, Result], items: PyTree[Array], *args: P.args, **options: P.kwargs
-) -> Result: ...
+def add(buffer: _Adds[P, Result], items: Arrays, *args: P.args, **options: P.kwargs) -> Result: ...
 @_door(SlottedBuffer.add)
 def add(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any) -> Any:
     """Adds items to a buffer: ``buffer.add(items, ...)``, compiled, in place.
@@ -228,7 +226,7 @@ def add(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any
 @_as_declared(SlottedBuffer.insert, InsertOptions)
 def insert(
     buffer: AnyBuffer,
-    items: PyTree[Array],
+    items: Arrays,
     *,
     priority: Float[ArrayLike, " B"] | None = None,
     score: Float[ArrayLike, " B"] | None = None,
@@ -240,7 +238,7 @@ def insert(
 ) -> tuple[AnyBuffer, Slots]: ...
 @overload
 def insert(
-    buffer: _Inserts[P, Result], items: PyTree[Array], *args: P.args, **options: P.kwargs
+    buffer: _Inserts[P, Result], items: Arrays, *args: P.args, **options: P.kwargs
 ) -> Result: ...
 @_door(SlottedBuffer.insert)
 def insert(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: Any) -> Any:
@@ -259,11 +257,11 @@ def insert(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: 
 @overload
 @_as_declared(SlottedBuffer.sample, SampleOptions)
 def sample(
-    buffer: _Buffer, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
+    buffer: _Buffer, key: Key, batch_size: int, *, sequence_length: int | None = None
 ) -> Sample: ...
 @overload
 def sample(
-    buffer: _Samples[P], key: PRNGKeyArray, batch_size: int, *args: P.args, **options: P.kwargs
+    buffer: _Samples[P], key: Key, batch_size: int, *args: P.args, **options: P.kwargs
 ) -> Sample: ...
 @_door(SlottedBuffer.sample)
 def sample(buffer: Any, key: Any, batch_size: int, *args: Any, **options: Any) -> Any:
@@ -287,7 +285,7 @@ def sample(buffer: Any, key: Any, batch_size: int, *args: Any, **options: Any) -
 
 @_door(SlottedBuffer.next_batch)
 def next_batch(
-    buffer: AnyBuffer, key: PRNGKeyArray, batch_size: int, *, donate: bool = True
+    buffer: AnyBuffer, key: Key, batch_size: int, *, donate: bool = True
 ) -> tuple[AnyBuffer, Sample]:
     """Draws the next batch of a pass: ``buffer.next_batch(key, batch_size)``, compiled, in place.
 
@@ -339,7 +337,7 @@ def set_field(
     buffer: AnyBuffer,
     path: str | None,
     slots: Slots,
-    value: PyTree[Array],
+    value: Arrays,
     *,
     mask: Bool[ArrayLike, "..."] | None = None,
     donate: bool = True,
@@ -420,8 +418,8 @@ def mark_used(
 @_door(SlottedBuffer.set_version)
 def set_version(
     buffer: AnyBuffer,
-    version: int | Int[Array, ""],
-    session: int | Int[Array, ""] | None = None,
+    version: int | Count,
+    session: int | Count | None = None,
     *,
     donate: bool = True,
 ) -> AnyBuffer:
@@ -451,11 +449,7 @@ def take(queue: AnyBuffer, batch_size: int, *, donate: bool = True) -> tuple[Any
 
 @_door(SlottedBuffer.dequeue)
 def dequeue(
-    buffer: AnyBuffer,
-    n: int,
-    *,
-    mask: Bool[ArrayLike, " E"] | None = None,
-    donate: bool = True,
+    buffer: AnyBuffer, n: int, *, mask: Bool[ArrayLike, " E"] | None = None, donate: bool = True
 ) -> tuple[AnyBuffer, Steps]:
     """Removes the earliest steps: ``buffer.dequeue(n, ...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.dequeue, buffer, n, mask=mask, donate=donate)
@@ -470,10 +464,10 @@ def latest(buffer: _Buffer, n: int) -> Sample:
 @_door(SlottedBuffer.sample_range)
 def sample_range(
     buffer: _Buffer,
-    key: PRNGKeyArray,
+    key: Key,
     batch_size: int,
-    start: int | Int[Array, ""] | None = None,
-    stop: int | Int[Array, ""] | None = None,
+    start: int | Count | None = None,
+    stop: int | Count | None = None,
     *,
     by_priority: bool = False,
     replacement: bool = False,

@@ -5,13 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxbuf.buffers.arguments import check_batch_size, needs_order, needs_priority
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import checks, numbers, storage
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.types import Count, Floats, Index, Key, Mask
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, over
@@ -20,12 +20,12 @@ from jaxbuf.strategies.protocols import Draw, KnownSampler, uniform_probability
 
 def check_range(
     buffer: SampledBase,
-    key: PRNGKeyArray,
+    key: Key,
     batch_size: int,
     start: Bound,
     stop: Bound,
     flags: dict[str, bool],
-) -> tuple[int, list[Int[Array, ""] | None]]:
+) -> tuple[int, list[Count | None]]:
     """Checks the arguments of ``sample_range``, and returns the number of rows and the bounds.
 
     Raises:
@@ -54,9 +54,9 @@ def check_range(
 
 def draw_range(
     buffer: SampledBase,
-    key: PRNGKeyArray,
+    key: Key,
     rows: int,
-    bounds: list[Int[Array, ""] | None],
+    bounds: list[Count | None],
     *,
     by_priority: bool,
     replacement: bool,
@@ -80,7 +80,7 @@ def draw_range(
 
 
 def _draw_by_priority(
-    buffer: SampledBase, key: PRNGKeyArray, batch_size: int, ages: Ages, *, replacement: bool
+    buffer: SampledBase, key: Key, batch_size: int, ages: Ages, *, replacement: bool
 ) -> Draw:
     """Draws rows from a range of ages with probabilities proportional to the sampler's."""
     sampler = buffer.bound_sampler
@@ -117,7 +117,7 @@ def draw_newest(occupancy: Occupancy, n: int) -> Draw:
     return Draw(index.reshape(-1), probability, valid.reshape(-1))
 
 
-def check_draw(draw: object) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:
+def check_draw(draw: object) -> tuple[Index, Floats, Mask]:
     """Returns the slots, the probabilities and the mask of a draw.
 
     Raises:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, fields, numbers, sorting, storage, trees
@@ -17,6 +17,7 @@ from jaxbuf.core.program import program
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Count, Index, Integers, Key, Mask
 from jaxbuf.occupancy.protocol import Occupancy
 
 Order = Literal["age", "random"]
@@ -37,11 +38,11 @@ class Groups(Described):
             ``[]`` int32.
     """
 
-    data: PyTree[Array]
+    data: Arrays
     slots: Slots
-    group: Int[Array, " B"]
+    group: Index
     valid: Bool[Array, "B K"]
-    ignored: Int[Array, ""]
+    ignored: Count
 
 
 def _check_groups(groups: object, num_groups: int) -> Any:
@@ -80,8 +81,8 @@ def _check_before(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
 )
 def sample_groups(
     buffer: ItemBuffer,
-    key: PRNGKeyArray,
-    groups: int | Int[Array, " B"],
+    key: Key,
+    groups: int | Index,
     *,
     num_groups: int,
     size: int,
@@ -228,11 +229,11 @@ class _Members(NamedTuple):
         counts = counts.at[number, block].add(1, mode="drop")
         return cls(number, jnp.cumsum(counts, axis=1, dtype=jnp.int32))
 
-    def sizes(self, number: Int[Array, " B"]) -> Int[Array, " B"]:
+    def sizes(self, number: Integers) -> Integers:
         """Returns the number of members of each group."""
         return self.until.at[number, -1].get(mode="clip")
 
-    def at(self, number: Int[Array, " B"], rank: Int[Array, "B K"]) -> Int[Array, "B K"]:
+    def at(self, number: Integers, rank: Int[Array, "B K"]) -> Int[Array, "B K"]:
         """Returns the positions of members by their rank; arbitrary if there are not as many."""
         until = self.until.at[number].get(mode="clip")[:, None]  # [B, 1, M]
         passed = until <= rank[..., None]  # [B, K, M]
@@ -244,8 +245,8 @@ class _Members(NamedTuple):
 
 
 def _draw_groups(
-    key: PRNGKeyArray, filled: Bool[Array, " G"], count: int, replacement: bool
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    key: Key, filled: Bool[Array, " G"], count: int, replacement: bool
+) -> tuple[Index, Mask]:
     """Draws groups that have items, and returns them with a mask of the rows that hold one."""
     total = jnp.sum(filled, dtype=jnp.int32)
     if replacement:
@@ -272,7 +273,7 @@ def _by_age(
     return sorting.order(generation - generation[jnp.argmax(live)] + jnp.uint32(2**31))
 
 
-def _shuffled(words: UInt[Array, "B K"], size: Int[Array, " B"]) -> Int[Array, "B K"]:
+def _shuffled(words: UInt[Array, "B K"], size: Integers) -> Int[Array, "B K"]:
     """Returns the first ``K`` cards of shuffled decks of ``size`` cards; arbitrary past their end.
 
     This is Fisher and Yates' method without storing the deck: it keeps only the card that each swap
@@ -280,10 +281,10 @@ def _shuffled(words: UInt[Array, "B K"], size: Int[Array, " B"]) -> Int[Array, "
     """
     none = vary_with(jnp.full(words.shape, -1, jnp.int32), words, size)
 
-    def swap(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def swap(j: Count, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         spots, cards, drawn = carry
 
-        def card_at(spot: Int[Array, " B"]) -> Int[Array, " B"]:
+        def card_at(spot: Index) -> Index:
             """Returns the card at a spot: the last one put there, or its own."""
             turn = jnp.arange(words.shape[1], dtype=jnp.int32)[None]
             last = jnp.max(jnp.where(spots == spot[:, None], turn, -1), axis=1, keepdims=True)

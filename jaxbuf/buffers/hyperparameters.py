@@ -5,19 +5,19 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from jaxbuf.buffers import events
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import hyperparameters, trees
 from jaxbuf.core.segment_tree import using_width, width_of
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Flag, State
 from jaxbuf.strategies.protocols import Sampler
 
 AnyBuffer = TypeVar("AnyBuffer", bound=SampledBase)
 
 
-def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, Bool[Array, ""]]:
+def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, Flag]:
     """Sets numbers of the sampler, all of them or none.
 
     Returns:
@@ -44,7 +44,7 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
 
 def with_sampler(
     buffer: AnyBuffer, sampler: Sampler, by_slot: dict[str, Array]
-) -> tuple[AnyBuffer, Bool[Array, ""]]:
+) -> tuple[AnyBuffer, Flag]:
     """Returns a buffer with the same items under another sampler, whose configuration fits.
 
     Args:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers import events
 from jaxbuf.buffers.arguments import (
@@ -30,7 +30,7 @@ from jaxbuf.core import sizes, storage, trees
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Numbers
+from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Key, Mask, Numbers
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Oldest
@@ -153,13 +153,13 @@ class ItemBuffer(SampledBuffer):
         return trees.on_device(self.occupancy).live(jnp.arange(self.capacity, dtype=jnp.int32))
 
     @program(keeps=("data",))
-    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+    def can_sample(self, batch_size: int | Count = 1) -> Flag:
         """Returns whether at least ``batch_size`` items can be drawn."""
         return self.support().count >= check_num_rows(batch_size)
 
     def add(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        items: PyTree[Array],
+        items: Arrays,
         *,
         priority: Float[ArrayLike, " B"] | None = None,
         score: Float[ArrayLike, " B"] | None = None,
@@ -172,7 +172,7 @@ class ItemBuffer(SampledBuffer):
 
     def insert(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        items: PyTree[Array],
+        items: Arrays,
         *,
         priority: Float[ArrayLike, " B"] | None = None,
         score: Float[ArrayLike, " B"] | None = None,
@@ -199,7 +199,7 @@ class ItemBuffer(SampledBuffer):
         return trees.updated(buffer, counters=self._counted(counts)), slots
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, key: PRNGKeyArray, batch_size: int
+        self, key: Key, batch_size: int
     ) -> Sample:
         return self._draw_batch(key, batch_size)
 
@@ -228,26 +228,24 @@ class ItemBuffer(SampledBuffer):
         parts = (self.sampler, self.evictor, *self.extras)
         return [part for part in parts if part.uses_score]
 
-    def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def holds_row(self, row: Index) -> Mask:
         return self.occupancy.live(row)
 
-    def any_row(self) -> Int[Array, ""]:
+    def any_row(self) -> Count:
         return self.occupancy.draw(jnp.zeros((1,), jnp.uint32))[0]
 
-    def for_parts(
-        self, row: Int[Array, " B"], items: PyTree[Array]
-    ) -> tuple[Int[Array, " B"], Rows]:
+    def for_parts(self, row: Index, items: Arrays) -> tuple[Index, Rows]:
         return row, Rows(items=items, shape=row.shape, mask=row < self.capacity)
 
     def _check(
         self,
-        items: PyTree[Array],
+        items: Arrays,
         priority: Numbers | None,
         score: Numbers | None,
         version: Numbers | None,
         session: Numbers | None,
         mask: Numbers | None,
-    ) -> tuple[PyTree[Array], Rows, Float[Array, " B"] | None, dict[str, Bool[Array, " B"]]]:
+    ) -> tuple[Arrays, Rows, Floats | None, dict[str, Mask]]:
         """Checks the arguments of ``add`` and converts them to arrays.
 
         Returns:

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import PyTree
 
 from jaxbuf.buffers.arguments import check_sampler
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
 from jaxbuf.core.random import check_key
+from jaxbuf.core.types import Key
 from jaxbuf.strategies.diversity import Active, Diversity, Field
 from jaxbuf.strategies.evictors import Lowest, Reservoir
 from jaxbuf.strategies.protocols import Sampler
@@ -118,11 +119,7 @@ def terminal_state_buffer(example: PyTree, capacity: int) -> ItemBuffer:
 
 
 def reservoir(
-    example: PyTree,
-    capacity: int,
-    *,
-    key: PRNGKeyArray | None = None,
-    sampler: Sampler = Uniform(),
+    example: PyTree, capacity: int, *, key: Key | None = None, sampler: Sampler = Uniform()
 ) -> ItemBuffer:
     """Creates a buffer that holds a random sample of all items that were ever added.
 

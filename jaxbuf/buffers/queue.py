@@ -5,7 +5,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree, UInt
+from jaxtyping import Array, PyTree, UInt
 
 from jaxbuf.buffers.arguments import check_batch_size, check_num_rows
 from jaxbuf.buffers.base import OwningBuffer
@@ -15,6 +15,7 @@ from jaxbuf.core import counters, sizes, storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Count, Flag, Mask
 from jaxbuf.occupancy.ring import QueueRing
 
 # The names of the counters of a queue.
@@ -47,7 +48,7 @@ class Queue(OwningBuffer, Described):
         Cassirer et al., Reverb: A Framework for Experience Replay, 2021 (queues as tables).
     """
 
-    data: PyTree[Array]
+    data: Arrays
     occupancy: QueueRing  # pyright: ignore[reportIncompatibleVariableOverride]
     counters: UInt[Array, " 3"]
 
@@ -77,15 +78,15 @@ class Queue(OwningBuffer, Described):
             counters=counters.tally(COUNTS, {}),
         )
 
-    def can_add(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+    def can_add(self, batch_size: int | Count = 1) -> Flag:
         """Returns whether ``batch_size`` more items fit."""
         return self.capacity - self.size >= check_num_rows(batch_size)
 
-    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+    def can_sample(self, batch_size: int | Count = 1) -> Flag:
         """Returns whether the queue holds at least ``batch_size`` items."""
         return self.size >= check_num_rows(batch_size)
 
-    def accepts(self, rows: int, mask: Bool[Array, " B"] | None = None) -> Bool[Array, " B"]:
+    def accepts(self, rows: int, mask: Mask | None = None) -> Mask:
         """Returns a mask of the rows that ``add`` would accept now: the first ones that fit.
 
         Args:
@@ -104,7 +105,7 @@ class Queue(OwningBuffer, Described):
         return offered & (jnp.cumsum(offered, dtype=jnp.int32) <= free)
 
     @program(stored=("items",))
-    def add(self, items: PyTree[Array], *, mask: Bool[Array, " B"] | None = None) -> Self:
+    def add(self, items: Arrays, *, mask: Mask | None = None) -> Self:
         """Appends a batch of items in order, as far as they fit; see ``accepts``.
 
         Args:

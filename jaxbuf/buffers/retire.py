@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Bool, Int
 
 from jaxbuf.buffers import events
 from jaxbuf.buffers.arguments import check_slots
@@ -13,6 +13,7 @@ from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Count, Flag, Index, Integers, Mask, Word
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
@@ -23,7 +24,7 @@ _ROWS = 256
 AnyBuffer = TypeVar("AnyBuffer", bound=SampledBase)
 
 
-def on_use(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> AnyBuffer:
+def on_use(buffer: AnyBuffer, slots: Slots, mask: Mask) -> AnyBuffer:
     """Notifies all parts of uses of items, and retires the items that one of them returns."""
     for i, part in enumerate(buffer.extras):
         if part.counts_uses:
@@ -37,9 +38,7 @@ def on_use(buffer: AnyBuffer, slots: Slots, mask: Bool[Array, " B"]) -> AnyBuffe
     return buffer
 
 
-def on_version(
-    buffer: AnyBuffer, version: Int[Array, ""], session: Int[Array, ""] | None
-) -> AnyBuffer:
+def on_version(buffer: AnyBuffer, version: Count, session: Count | None) -> AnyBuffer:
     """Notifies all parts of a version, and retires the items that one of them returns."""
     size = buffer.occupancy.size
     # The loops do not carry the data of the items.
@@ -60,7 +59,7 @@ def lacking(method: str) -> ValueError:
     )
 
 
-def known(buffer: SampledBase, name: str, slots: Slots) -> Int[Array, " B"]:
+def known(buffer: SampledBase, name: str, slots: Slots) -> Integers:
     """Returns a number that a part keeps for each item, by its name; 0 for stale slots.
 
     Raises:
@@ -81,7 +80,7 @@ def _retire_stale(buffer: AnyBuffer, i: int) -> AnyBuffer:
     if part.may_retire(buffer.extra_states[i]) is None:
         return buffer
 
-    def may_retire(buffer: AnyBuffer) -> Bool[Array, ""]:
+    def may_retire(buffer: AnyBuffer) -> Flag:
         return part.may_retire(buffer.extra_states[i])  # pyright: ignore[reportReturnType]
 
     def retire(buffer: AnyBuffer) -> AnyBuffer:
@@ -103,7 +102,7 @@ def _retire_all(
     """Retires the ``stale`` ones among the items in these slots, a fixed number at a time."""
     chosen = Bitset.of(stale)
 
-    def is_left(carry: tuple[Array, AnyBuffer]) -> Bool[Array, ""]:
+    def is_left(carry: tuple[Array, AnyBuffer]) -> Flag:
         return carry[0] < chosen.size
 
     def retire_some(carry: tuple[Array, AnyBuffer]) -> tuple[Array, AnyBuffer]:
@@ -117,7 +116,7 @@ def _retire_all(
     return lax.while_loop(is_left, retire_some, carry)[1]
 
 
-def _retire(buffer: AnyBuffer, i: int, index: Int[Array, " B"], event: str) -> AnyBuffer:
+def _retire(buffer: AnyBuffer, i: int, index: Index, event: str) -> AnyBuffer:
     """Removes the items in these slots, and notifies part ``i``, which has asked for it."""
     buffer, count = remove(buffer, index)
     part, before = buffer.extras[i], buffer.extra_states[i]
@@ -125,7 +124,7 @@ def _retire(buffer: AnyBuffer, i: int, index: Int[Array, " B"], event: str) -> A
     return buffer.with_state(i, events.check_state(part.on_retire, before, after))
 
 
-def remove(buffer: AnyBuffer, index: Int[Array, " B"]) -> tuple[AnyBuffer, UInt[Array, ""]]:
+def remove(buffer: AnyBuffer, index: Index) -> tuple[AnyBuffer, Word]:
     """Removes the items in these slots, and notifies the sampler and all parts.
 
     A slot may occur several times, or hold no item; slots past the end are ignored.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.buffer import Share, as_buffer, check_options
@@ -17,7 +17,7 @@ from jaxbuf.core.describe import Described
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Arrays, Count, Flag, Floats, Function, Mask, Number
 from jaxbuf.strategies.protocols import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
@@ -35,10 +35,10 @@ class Sample(Described):
             items are.
     """
 
-    data: PyTree[Array]
+    data: Arrays
     slots: Slots
-    probability: Float[Array, " B"]
-    valid: Bool[Array, " B"]
+    probability: Floats
+    valid: Mask
 
 
 class Steps(Described):
@@ -51,7 +51,7 @@ class Steps(Described):
             ring.
     """
 
-    data: PyTree[Array]
+    data: Arrays
     position: UInt[Array, "E T"]
     valid: Bool[Array, "E T"]
 
@@ -62,12 +62,12 @@ class Contents(NamedTuple):
     ``importance_weights`` reads it as the occupancy of such a buffer.
     """
 
-    size: Int[Array, ""]
+    size: Count
 
 
 class _Sized(Protocol):
     @property
-    def size(self) -> Int[Array, ""]: ...
+    def size(self) -> Count: ...
 
 
 class _Supported(Protocol):
@@ -86,7 +86,7 @@ class DrawnBuffer(_Supported, Protocol):
         ...
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of items, or of steps."""
         ...
 
@@ -105,7 +105,7 @@ class DrawnBuffer(_Supported, Protocol):
         """The method that draws the next batch of a pass."""
         ...
 
-    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+    def can_sample(self, batch_size: int | Count = 1) -> Flag:
         """Returns whether a batch can be drawn."""
         ...
 
@@ -121,11 +121,11 @@ class DrawnBuffer(_Supported, Protocol):
 def importance_weights(
     buffer: _Supported,
     sample: Sample,
-    beta: float | Float[Array, ""],
+    beta: float | Number,
     normalize: Normalize | None = "batch",
     *,
     within: Literal["part"] | None = None,
-) -> Float[Array, " B"]:
+) -> Floats:
     """Returns weights that correct the bias of prioritized sampling: ``(N · P(i)) ** -beta``.
 
     ``N`` is the number of items, or windows, in the buffer. The weights are normalized as chosen by
@@ -196,13 +196,13 @@ def importance_weights(
 @program(static=("normalize", "axes"), buffers=("buffer",))
 def _weights(
     buffer: _Supported | None,
-    probability: Float[Array, " B"],
-    valid: Bool[Array, " B"],
-    beta: float | Float[Array, ""],
+    probability: Floats,
+    valid: Mask,
+    beta: float | Number,
     normalize: Normalize | None,
     axes: tuple[str, ...],
     slots: Slots | None = None,
-) -> Float[Array, " B"]:
+) -> Floats:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     probability, valid, beta = lax.stop_gradient((probability, valid, beta))
     probability, valid = _drawable(probability, valid)
@@ -231,9 +231,7 @@ def _weights(
 
 
 @native.kernel("drawn")
-def _drawable(
-    probability: Float[Array, " B"], valid: Bool[Array, " B"]
-) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+def _drawable(probability: Floats, valid: Mask) -> tuple[Floats, Mask]:
     """Returns the probabilities of rows that can be drawn, 1 for others, and a mask of these rows.
 
     ``get`` returns items that are never drawn as well. Of others, the probability may be so small
@@ -245,7 +243,7 @@ def _drawable(
 
 def _counts_and_smallest(
     shares: list[Share], normalize: Normalize | None
-) -> tuple[Float[Array, " P"], Float[Array, ""]]:
+) -> tuple[Float[Array, " P"], Number]:
     """Returns ``N`` of each share, and the smallest ``N · P``, which has the largest weight.
 
     The latter is 1 unless weights are normalized over the whole buffer. An item that was taken

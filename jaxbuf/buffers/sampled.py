@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers import draws, events, hyperparameters, retire, write_back
 from jaxbuf.buffers.arguments import (
@@ -29,7 +29,7 @@ from jaxbuf.core.hyperparameters import bind, check_values, filled, split
 from jaxbuf.core.random import check_key
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
-from jaxbuf.core.types import Function, State
+from jaxbuf.core.types import Arrays, Count, Flag, Function, Index, Integers, Key, Mask, State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity, DiversityState
@@ -59,7 +59,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         cls,
         sampler: Sampler,
         extras: tuple[Part, ...],
-        data: PyTree[Array],
+        data: Arrays,
         occupancy: Occupancy,
         init: Callable[[Part], State],
         **others: Any,
@@ -131,7 +131,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         """The state of ``diversity``; an empty tuple without it."""
         return self._find_extra(Diversity)[1]
 
-    def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
+    def next_batch(self, key: Key, batch_size: int) -> tuple[Self, Sample]:
         rows = check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
         after, draw = self.bound_sampler.next(state, check_key(key), rows, self.occupancy)
@@ -140,10 +140,10 @@ class SampledBuffer(SlottedBuffer, SampledBase):
 
     def sample_range(
         self,
-        key: PRNGKeyArray,
+        key: Key,
         batch_size: int,
-        start: int | Int[Array, ""] | None = None,
-        stop: int | Int[Array, ""] | None = None,
+        start: int | Count | None = None,
+        stop: int | Count | None = None,
         *,
         by_priority: bool = False,
         replacement: bool = False,
@@ -188,7 +188,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         self,
         path: str | None,
         slots: Slots,
-        value: PyTree[Array],
+        value: Arrays,
         *,
         mask: Bool[ArrayLike, "..."] | None = None,
     ) -> Self:
@@ -273,7 +273,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
             return changed
         return trees.updated(changed, counters=self._counted({"removed": count}))
 
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+    def holds(self, slots: Slots) -> Mask:
         slots = check_slots(slots)
         return self.occupancy.holds(slots)
 
@@ -296,17 +296,15 @@ class SampledBuffer(SlottedBuffer, SampledBase):
             return self
         return retire.on_use(self, slots, self.occupancy.holds(slots) & mask)
 
-    def set_version(
-        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
-    ) -> Self:
+    def set_version(self, version: int | Count, session: int | Count | None = None) -> Self:
         if not any(part.uses_version for part in self.extras):
             raise retire.lacking("set_version")
         return retire.on_version(self, *check_version(version, session))
 
-    def use_count(self, slots: Slots) -> Int[Array, " B"]:
+    def use_count(self, slots: Slots) -> Integers:
         return retire.known(self, "use_count", slots)
 
-    def staleness(self, slots: Slots) -> Int[Array, " B"]:
+    def staleness(self, slots: Slots) -> Integers:
         return retire.known(self, "staleness", slots)
 
     def support(self) -> Support:
@@ -367,7 +365,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         changed = self.counting_illegal(*hyperparameters.with_sampler(self, sampler, by_slot))
         return check_metric_names(changed)
 
-    def counting_illegal(self, changed: Self, legal: Bool[Array, ""]) -> Self:
+    def counting_illegal(self, changed: Self, legal: Flag) -> Self:
         """Returns a changed buffer that has counted values of the sampler that are not legal."""
         return trees.updated(changed, counters=changed._counted({"rejected": ~legal}))
 
@@ -401,11 +399,11 @@ class SampledBuffer(SlottedBuffer, SampledBase):
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}
 
-    def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
+    def _read(self, index: Index) -> Arrays:
         """Returns the contents of the slots at ``index``, leaves ``[B, ...]``."""
         return storage.read(self.data, self.rows_of(index))
 
-    def _draw_batch(self, key: PRNGKeyArray, batch_size: int) -> Sample:
+    def _draw_batch(self, key: Key, batch_size: int) -> Sample:
         """Returns a batch drawn by the sampler."""
         rows = check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)

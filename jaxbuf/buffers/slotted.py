@@ -5,14 +5,14 @@ from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxbuf.buffers.arguments import Where
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.buffers.operation import Operation, operation
 from jaxbuf.buffers.sample import Sample, Steps
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Dtype, Function
+from jaxbuf.core.types import Arrays, Count, Dtype, Function, Index, Integers, Key, Mask, Words
 from jaxbuf.strategies.episodes import Episode
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
@@ -95,7 +95,7 @@ class SlottedBuffer(Buffer):
         dtypes=DTYPES,
         infinite=INFINITE,
     )
-    def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
+    def add(self, items: Arrays, **options: Unpack[AddOptions]) -> Self:
         """Adds a batch of items; if there are more than ``capacity``, the last ones are kept.
 
         Args:
@@ -138,7 +138,7 @@ class SlottedBuffer(Buffer):
         dtypes=DTYPES,
         infinite=INFINITE,
     )
-    def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
+    def insert(self, items: Arrays, **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
         """Adds a batch of items, and returns their slots as well.
 
         Args:
@@ -169,9 +169,7 @@ class SlottedBuffer(Buffer):
         static=("batch_size", "sequence_length"),
         keys=("key",),
     )
-    def sample(
-        self, key: PRNGKeyArray, batch_size: int, **options: Unpack[SampleOptions]
-    ) -> Sample:
+    def sample(self, key: Key, batch_size: int, **options: Unpack[SampleOptions]) -> Sample:
         """Draws a batch of items, or windows.
 
         Args:
@@ -190,7 +188,7 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(by_member=False, rows="batch_size", static=("batch_size",), keys=("key",))
-    def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
+    def next_batch(self, key: Key, batch_size: int) -> tuple[Self, Sample]:
         """Draws the next batch of a pass over the buffer, with the sampler ``Shuffled``.
 
         ``Staleness``, and a sampler of your own that defines ``on_draw``, is told which items were
@@ -243,7 +241,7 @@ class SlottedBuffer(Buffer):
         self,
         path: str | None,
         slots: Slots,
-        value: PyTree[Array],
+        value: Arrays,
         *,
         mask: Bool[ArrayLike, "..."] | None = None,
     ) -> Self:
@@ -391,7 +389,7 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(slots="slots", changes=False, keeps=("data",))
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+    def holds(self, slots: Slots) -> Mask:
         """Returns whether sampled items are still there, and whether windows can be drawn, ``[B]``.
 
         Raises:
@@ -442,9 +440,7 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(needs="freshness", keeps=("data",), dtypes=DTYPES)
-    def set_version(
-        self, version: int | Int[Array, ""], session: int | Int[Array, ""] | None = None
-    ) -> Self:
+    def set_version(self, version: int | Count, session: int | Count | None = None) -> Self:
         """Sets the learner's version, and retires the items that have become too stale.
 
         Args:
@@ -463,7 +459,7 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(slots="slots", needs="freshness", changes=False, keeps=("data",))
-    def use_count(self, slots: Slots) -> Int[Array, " B"]:
+    def use_count(self, slots: Slots) -> Integers:
         """Returns the number of uses of each sampled item, ``[B]``; 0 if the item has left.
 
         Raises:
@@ -472,7 +468,7 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(slots="slots", needs="freshness", changes=False, keeps=("data",))
-    def staleness(self, slots: Slots) -> Int[Array, " B"]:
+    def staleness(self, slots: Slots) -> Integers:
         """Returns the staleness of each sampled item, in versions, ``[B]``; 0 if the item has left.
 
         Raises:
@@ -531,10 +527,10 @@ class SlottedBuffer(Buffer):
     )
     def sample_range(
         self,
-        key: PRNGKeyArray,
+        key: Key,
         batch_size: int,
-        start: int | Int[Array, ""] | None = None,
-        stop: int | Int[Array, ""] | None = None,
+        start: int | Count | None = None,
+        stop: int | Count | None = None,
         *,
         by_priority: bool = False,
         replacement: bool = False,
@@ -657,7 +653,7 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(by_member=False, slots="slots", needs="environments", changes=False, keeps=("data",))
-    def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+    def locate(self, slots: Slots) -> tuple[Index, Words]:
         """Returns the environment of each sampled window, and the position of its first step.
 
         Both have shape ``[B]``. The environment of an invalid row, and of a window whose first step
@@ -701,7 +697,7 @@ class SlottedBuffer(Buffer):
     @operation(by_member=False, needs="environments", changes=False, static=("path",))
     def get_field(
         self, path: str, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
-    ) -> PyTree[Array]:
+    ) -> Arrays:
         """Reads one field of single steps.
 
         Args:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree, UInt
 
 from jaxbuf.buffers import events, write_back
 from jaxbuf.buffers.arguments import (
@@ -39,7 +39,7 @@ from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Numbers
+from jaxbuf.core.types import Arrays, Count, Flag, Index, Key, Mask, Numbers, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
@@ -248,18 +248,18 @@ class TrajectoryBuffer(SampledBuffer):
         return most, "room is for {} windows"
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of steps held, of all environments together."""
         check_readable(self)
         return self.rings.steps
 
     @property
-    def num_windows(self) -> Int[Array, ""]:
+    def num_windows(self) -> Count:
         """The number of windows that can be drawn, of all environments together."""
         check_readable(self)
         return self.occupancy.size
 
-    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+    def can_sample(self, batch_size: int | Count = 1) -> Flag:
         """Returns whether at least ``batch_size`` windows can be drawn; see ``max_windows``."""
         return self.num_windows >= check_num_rows(batch_size)
 
@@ -273,7 +273,7 @@ class TrajectoryBuffer(SampledBuffer):
 
     def add(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        steps: PyTree[Array],
+        steps: Arrays,
         *,
         priority: Float[ArrayLike, "..."] | None = None,
         version: Int[ArrayLike, "..."] | None = None,
@@ -355,7 +355,7 @@ class TrajectoryBuffer(SampledBuffer):
         return trees.updated(buffer, counters=self._counted(counts))
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, key: PRNGKeyArray, batch_size: int, *, sequence_length: int | None = None
+        self, key: Key, batch_size: int, *, sequence_length: int | None = None
     ) -> Sample:
         """Draws a batch of windows.
 
@@ -419,7 +419,7 @@ class TrajectoryBuffer(SampledBuffer):
         """The position of the earliest step held of each environment; the end position if empty."""
         return self.end_position - self.rings.held
 
-    def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+    def locate(self, slots: Slots) -> tuple[Index, Words]:
         slots, rings = check_slots(slots), self.rings
         env, position = rings.first_step_of(slots.index, slots.generation)
         live = rings.row_of(env, position) < rings.num_envs * rings.length
@@ -436,7 +436,7 @@ class TrajectoryBuffer(SampledBuffer):
 
     def get_field(
         self, path: str, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
-    ) -> PyTree[Array]:
+    ) -> Arrays:
         field = fields.need(self.data, path, "path", "steps have")
         env, position, shape = broadcast_steps(env_ids, positions)
         row = self.rings.row_of(env, position).reshape(shape)
@@ -535,7 +535,7 @@ class TrajectoryBuffer(SampledBuffer):
         offset = jnp.tile(jnp.arange(width, dtype=jnp.int32), self.num_envs)
         most = jnp.max(count)
 
-        def is_left(carry: tuple[Array, Self]) -> Bool[Array, ""]:
+        def is_left(carry: tuple[Array, Self]) -> Flag:
             return carry[0] < most
 
         def remove(carry: tuple[Array, Self]) -> tuple[Array, Self]:
@@ -588,14 +588,14 @@ class TrajectoryBuffer(SampledBuffer):
 
     def _check(
         self,
-        steps: PyTree[Array],
+        steps: Arrays,
         env_ids: Int[Array, " K"] | None,
         *,
         priority: Numbers | None,
         version: Numbers | None,
         session: Numbers | None,
         mask: Numbers | None,
-    ) -> tuple[PyTree[Array], Rows, Float[Array, "E T"] | None]:
+    ) -> tuple[Arrays, Rows, Float[Array, "E T"] | None]:
         """Checks the arguments of ``add`` and converts them to arrays ``[num_envs, T, ...]``.
 
         With ``env_ids`` these are arrays ``[K, T, ...]``, with a row for each of them.
@@ -639,9 +639,7 @@ class TrajectoryBuffer(SampledBuffer):
                 completed = jnp.where(refused, slots, completed)
         return completed, removed
 
-    def _add_to(
-        self, env_ids: object, steps: PyTree[Array], options: dict[str, Numbers | None]
-    ) -> Self:
+    def _add_to(self, env_ids: object, steps: Arrays, options: dict[str, Numbers | None]) -> Self:
         """Adds rows to some environments, by an ``add`` with masked rows for the others."""
         ids = self.check_env_ids(env_ids)
         steps, rows, priority = self._check(steps, ids, **options)
@@ -743,22 +741,22 @@ class TrajectoryBuffer(SampledBuffer):
     def score_users(self) -> list[object]:
         return []
 
-    def rows_of(self, index: Int[Array, " B"]) -> Int[Array, "B L"]:
+    def rows_of(self, index: Index) -> Int[Array, "B L"]:
         mask = index[:, None] < self.rings.num_slots
         if self.episodes is not None and self.episodes.pads:
             mask &= self._index().in_episode(self.rings, index)
         return jnp.where(mask, self.rings.rows_of(index), self.capacity)
 
-    def holds_row(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def holds_row(self, row: Index) -> Mask:
         return self.rings.holds_step(row)
 
-    def any_row(self) -> Int[Array, ""]:
+    def any_row(self) -> Count:
         env = lax.argmax(self.rings.held, 0, jnp.int32)
         newest = self.rings.cursor[env].astype(jnp.int32) - 1
         return env * jnp.int32(self.length) + remainder(newest, self.length)
 
     def for_parts(
-        self, row: Int[Array, "..."], items: PyTree[Array]
+        self, row: Int[Array, "..."], items: Arrays
     ) -> tuple[Int[Array, "B L"], StepRows]:
         if row.ndim == 1:
             row, items = row[:, None], jax.tree.map(lambda leaf: leaf[:, None], items)
@@ -771,7 +769,7 @@ class TrajectoryBuffer(SampledBuffer):
         begins = (row < self.capacity) & (remainder(row, self.period) == 0)
         return jnp.where(begins, quotient(row, self.period), self.rings.num_slots)
 
-    def _read(self, index: Int[Array, " B"]) -> PyTree[Array]:
+    def _read(self, index: Index) -> Arrays:
         """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""
         if self.episodes is None or not self.episodes.pads:
             first = jnp.minimum(index * self.period, self.capacity - 1)
@@ -822,7 +820,7 @@ def _rows_at(rows: StepRows, column: Int[Array, "E H"]) -> StepRows:
     return dataclasses.replace(rows, shape=column.shape, **columns)
 
 
-def _at(tree: PyTree[Array], column: Int[Array, "E H"]) -> PyTree[Array]:
+def _at(tree: Arrays, column: Int[Array, "E H"]) -> Arrays:
     """Returns the columns ``[E, H, ...]`` of leaves ``[E, T, ...]``."""
     env = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
     return jax.tree.map(lambda leaf: leaf.at[env, column].get(mode="promise_in_bounds"), tree)

@@ -5,19 +5,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from jaxbuf.buffers import events
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import fields, storage, trees
 from jaxbuf.core.collectives import vary_with
-from jaxbuf.core.types import Function, State
+from jaxbuf.core.types import Arrays, Function, State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Sampler
 
 
-def check_writable(buffer: SampledBase, path: str | None, *, every: bool) -> PyTree[Array]:
+def check_writable(buffer: SampledBase, path: str | None, *, every: bool) -> Arrays:
     """Returns the field of the storage that is to change.
 
     Args:
@@ -38,7 +38,7 @@ def notify_of_write(
     buffer: SampledBase,
     states: tuple[State, ...],
     row: Int[Array, "..."],
-    items: PyTree[Array],
+    items: Arrays,
     path: str | None,
 ) -> tuple[State, ...]:
     """Returns the states of the parts after their ``on_write``.
@@ -62,7 +62,7 @@ def follows_writes(parts: tuple[Part, ...]) -> bool:
 
 def map_field(
     buffer: SampledBase, path: str | None, fn: Function, batch_size: int
-) -> tuple[PyTree[Array], tuple[State, ...]]:
+) -> tuple[Arrays, tuple[State, ...]]:
     """Changes a field of everything that is stored, ``batch_size`` items or steps at a time.
 
     Args:
@@ -84,7 +84,7 @@ def map_field(
 
     # The number of rounds is static, so that the loop has gradients. A branch in each round, or a
     # search for a spare item, may take longer than ``fn``.
-    def step(i: Array, carry: tuple[PyTree[Array], Any]) -> tuple[PyTree[Array], Any]:
+    def step(i: Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
         field, states = carry
         # The last round begins earlier, and leaves out the rows that were changed already.
         begin = jnp.asarray(i, jnp.int32) * batch_size

@@ -8,26 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from jaxbuf.core import leaves
+from jaxbuf.core.types import Arrays
 from jaxbuf.core.versions import in_shard_map, vary, varying_axes
 
-AnyTree = TypeVar("AnyTree", bound=PyTree[Array])
+AnyTree = TypeVar("AnyTree", bound=Arrays)
 
 
-def all_gather(tree: PyTree[Array], axis: str) -> PyTree[Array]:
+def all_gather(tree: Arrays, axis: str) -> Arrays:
     """Returns leaves ``[n, ...]`` of all ``D`` devices, concatenated to ``[D * n, ...]``."""
     return _moved(tree, _from_all, axis)
 
 
-def all_to_all(tree: PyTree[Array], axis: str) -> PyTree[Array]:
+def all_to_all(tree: Arrays, axis: str) -> Arrays:
     """Sends block ``d`` of leaves ``[D * n, ...]`` to device ``d``; returns one block from each."""
     return _moved(tree, _to_all, axis)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _moved(tree: PyTree[Array], move: Callable[[Array, str], Array], axis: str) -> PyTree[Array]:
+def _moved(tree: Arrays, move: Callable[[Array, str], Array], axis: str) -> Arrays:
     """Applies ``move`` to the bits of leaves ``[n, ...]``: one collective for each item size."""
     flat, treedef = jax.tree.flatten(tree)
     bits = [leaves.bits(leaf) for leaf in flat]
@@ -42,11 +43,8 @@ def _moved(tree: PyTree[Array], move: Callable[[Array, str], Array], axis: str) 
 
 @_moved.defjvp
 def _(
-    move: Callable[[Array, str], Array],
-    axis: str,
-    primals: tuple[PyTree[Array]],
-    tangents: tuple[PyTree[Array]],
-) -> tuple[PyTree[Array], PyTree[Array]]:
+    move: Callable[[Array, str], Array], axis: str, primals: tuple[Arrays], tangents: tuple[Arrays]
+) -> tuple[Arrays, Arrays]:
     out = _moved(*primals, move, axis)
 
     def of(leaf: Array, tangent: Array) -> Array | np.ndarray:
@@ -83,7 +81,7 @@ def mark_replicated(tree: AnyTree, axis: str) -> AnyTree:
     return jax.tree.map(mark, tree)
 
 
-def vary_with(tree: AnyTree, *others: PyTree[Array]) -> AnyTree:
+def vary_with(tree: AnyTree, *others: Arrays) -> AnyTree:
     """Returns the same arrays, marked as varying over all mesh axes that ``others`` vary over.
 
     A loop inside ``jax.shard_map`` needs a carry that varies from the first step if it varies

@@ -15,7 +15,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array
+
+from jaxbuf.core.types import Flag
 
 AnySampler = TypeVar("AnySampler")
 Values = dict[str, Array]
@@ -114,7 +116,7 @@ def check_declared(strategy: Any, declared: Iterable[str] = ()) -> None:
                 check_declared(one, one.varies)
 
 
-def split(sampler: AnySampler) -> tuple[AnySampler, Values, Bool[Array, ""]]:
+def split(sampler: AnySampler) -> tuple[AnySampler, Values, Flag]:
     """Returns a sampler without its varying hyperparameters, these by name, and their law.
 
     The last of the three tells whether all of them are legal. A traced value that is not becomes
@@ -198,7 +200,7 @@ def check_values(sampler: Any, values: object, named: Mapping[str, Any]) -> dict
     return new
 
 
-def are_legal(sampler: Any, values: Values) -> Bool[Array, ""]:
+def are_legal(sampler: Any, values: Values) -> Flag:
     """Returns whether all of these values are legal."""
     names = names_of(sampler)
     good = jnp.bool_(True)

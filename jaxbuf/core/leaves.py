@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from jaxbuf.core.types import Dtype
+from jaxbuf.core.types import Arrays, Dtype
 
 # XLA ends the process that computes with floats of 6 bits, and refuses its own integers of 1 bit.
 _NUMBERS = frozenset(
@@ -65,7 +65,7 @@ def to_host(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_array and is_key(leaf.dtype) else leaf)
 
 
-def from_host(like: PyTree[Array], tree: PyTree) -> PyTree:
+def from_host(like: Arrays, tree: PyTree) -> PyTree:
     """Returns leaves as ``to_host`` returns them, with keys where ``like`` has keys."""
 
     def wrap(like: Array, leaf: Any) -> Any:

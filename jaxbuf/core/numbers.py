@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, trees
 from jaxbuf.core.leaves import check_dtype
-from jaxbuf.core.types import Dtype
+from jaxbuf.core.types import Arrays, Dtype
 
 # The least normal float32, such as the least mass: what is smaller may count as zero.
 TINY = float(np.finfo(np.float32).tiny)
@@ -63,7 +63,7 @@ def type_of(value: object, name: str) -> jax.ShapeDtypeStruct:
     return abstract(value, name)
 
 
-def arrays(tree: PyTree, name: str) -> PyTree[Array]:
+def arrays(tree: PyTree, name: str) -> Arrays:
     """Returns a pytree with its leaves as jax arrays.
 
     Raises:

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool
 
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Arrays, Function
 
 
 def after(value: Array, *reads: Array) -> Array:
@@ -46,7 +46,7 @@ def after(value: Array, *reads: Array) -> Array:
     return value
 
 
-def in_halves(function: Function, rows: Array, *others: Array) -> PyTree[Array]:
+def in_halves(function: Function, rows: Array, *others: Array) -> Arrays:
     """Returns ``function(rows, *others)`` for rows ``[B]``, one half of them after the other.
 
     Such a loop has ended before anything that needs its results begins, and XLA does not compute

@@ -7,13 +7,14 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Integer, PRNGKeyArray, UInt
+from jaxtyping import Array, Int, Integer, UInt
 
 from jaxbuf.core import native, trees
 from jaxbuf.core.order import in_halves
+from jaxbuf.core.types import Key, Words
 
 
-def check_key(key: object) -> PRNGKeyArray:
+def check_key(key: object) -> Key:
     """Returns ``key``, a single PRNG key, as a JAX array.
 
     Raises:
@@ -44,7 +45,7 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
         return jax.random.bits(key, shape, jnp.uint32)
     arrays = jnp.arange(size, dtype=jnp.uint32), jax.random.key_data(key)
 
-    def natively(_: UInt[Array, " B"], key: UInt[Array, " 2"]) -> UInt[Array, " B"]:
+    def natively(_: Words, key: UInt[Array, " 2"]) -> Words:
         return native.random_words(key, count=size)
 
     # Else XLA would compute the words again in each kernel that uses them.
@@ -53,7 +54,7 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt[Array, "..."]:
 
 
 @jax.jit
-def _threefry(count: UInt[Array, " B"], key: UInt[Array, " 2"]) -> UInt[Array, " B"]:
+def _threefry(count: Words, key: UInt[Array, " 2"]) -> Words:
     """Returns both halves of Threefry-2x32 of ``(0, count)``, combined by exclusive or."""
     keys = [key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)]
     one, two = keys[0], count + keys[1]

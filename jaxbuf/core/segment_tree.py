@@ -36,7 +36,7 @@ from jaxbuf.core import native
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.order import in_halves
 from jaxbuf.core.problems import Checked, differing, first_wrong
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Count, Floats, Function, Index, Number
 
 # The widths of blocks on a CPU and on accelerators.
 NARROW, WIDE = 16, 128
@@ -180,18 +180,16 @@ class SegmentTree(Checked, struct.PyTreeNode):
             bits = lax.collapse(bits[0][0], bits[0][0].ndim - 2)
         return _floats(bits[..., : self.capacity])
 
-    def root(self, op: str = "sum") -> Float[Array, ""]:
+    def root(self, op: str = "sum") -> Number:
         """Returns the reduction over all leaves."""
         return _floats(self.roots[..., self._row(op)])
 
     @property
-    def nnz(self) -> Int[Array, ""]:
+    def nnz(self) -> Count:
         """Returns the number of leaves that are positive and finite."""
         return self.roots[..., len(self.ops)]
 
-    def set(
-        self, index: Int[Array, " B"], value: Float[Array, " B"], *, unique: bool = False
-    ) -> Self:
+    def set(self, index: Index, value: Floats, *, unique: bool = False) -> Self:
         """Returns the tree with some leaves set.
 
         Args:
@@ -213,9 +211,7 @@ class SegmentTree(Checked, struct.PyTreeNode):
         above, roots = _above(self.ops, leaves)
         return self.replace(nodes=_joined([_stored(leaves), *above]), roots=roots)
 
-    def find(
-        self, prefix: Float[Array, " B"], refine: Float[Array, " B"] | None = None
-    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    def find(self, prefix: Floats, refine: Floats | None = None) -> tuple[Index, Floats]:
         """Returns the leaf of each prefix: the smallest ``i`` with ``prefix < v_0 + ... + v_i``.
 
         The rule is exact up to the rounding of the sums. If the total is positive, no prefix finds
@@ -233,7 +229,7 @@ class SegmentTree(Checked, struct.PyTreeNode):
         self._row("sum")
         return _find(self, prefix, refine)
 
-    def read(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    def read(self, index: Index) -> tuple[Index, Floats]:
         """Reads leaves.
 
         Args:
@@ -248,9 +244,7 @@ class SegmentTree(Checked, struct.PyTreeNode):
             return index, jnp.zeros((0,), jnp.float32)
         return _read(self, index)
 
-    def reduce(
-        self, start: int | Int[Array, ""], stop: int | Int[Array, ""], op: str = "sum"
-    ) -> Float[Array, ""]:
+    def reduce(self, start: int | Count, stop: int | Count, op: str = "sum") -> Number:
         """Returns the reduction over leaves ``start`` to ``stop - 1``.
 
         The reduction over no leaves is the neutral element. ``start`` and ``stop`` are clipped to
@@ -284,7 +278,7 @@ class SegmentTree(Checked, struct.PyTreeNode):
             return jnp.sum(_floats(jnp.stack(parts)))
         return _floats(combine(name, jnp.concatenate(parts)))
 
-    def replace_root(self, op: str, value: Float[Array, ""]) -> Self:
+    def replace_root(self, op: str, value: Number) -> Self:
         """Returns the tree with another value at the root, which lasts until a leaf is set."""
         return self.replace(roots=self.roots.at[..., self._row(op)].set(_bits(value)))
 
@@ -518,7 +512,7 @@ def _rows_of(stored: Stored, count: int) -> Rows:
     return tuple(blocks[:, k] for k in range(count))
 
 
-def _rows(nodes: Nodes, level: Level, block: Int[Array, " B"] | None = None) -> Rows:
+def _rows(nodes: Nodes, level: Level, block: Index | None = None) -> Rows:
     """Returns some blocks of a level, or all."""
     if isinstance(nodes, tuple):
         rows = nodes[level.number]
@@ -530,7 +524,7 @@ def _rows(nodes: Nodes, level: Level, block: Int[Array, " B"] | None = None) -> 
     return _rows_of(blocks, level.rows)
 
 
-def _row_of(nodes: Nodes, level: Level, block: Int[Array, " B"], row: int) -> Num[Array, "B W"]:
+def _row_of(nodes: Nodes, level: Level, block: Index, row: int) -> Num[Array, "B W"]:
     """Returns one row of some blocks of a level."""
     if isinstance(nodes, tuple):
         return nodes[level.number][row].at[block].get(**_INSIDE)
@@ -538,9 +532,7 @@ def _row_of(nodes: Nodes, level: Level, block: Int[Array, " B"], row: int) -> Nu
     return jax.vmap(lambda at: lax.dynamic_slice(nodes, (at,), (NARROW,)))(start)
 
 
-def _write(
-    nodes: Nodes, level: Level, node: Int[Array, " B"], values: Sequence[Num[Array, " B"]]
-) -> Nodes:
+def _write(nodes: Nodes, level: Level, node: Index, values: Sequence[Num[Array, " B"]]) -> Nodes:
     """Returns the nodes with others at some places of a level."""
     if isinstance(nodes, tuple):
         at, rows = _place(nodes, node), zip(nodes[level.number], values, strict=True)
@@ -560,12 +552,12 @@ def _write_above(nodes: Nodes, level: Level, stored: Sequence[Stored]) -> Nodes:
     return lax.dynamic_update_slice(nodes, _joined(stored), (level.stop,)) if stored else nodes
 
 
-def _place(nodes: Nodes, node: Int[Array, " B"]) -> tuple[Int[Array, " B"], ...]:
+def _place(nodes: Nodes, node: Index) -> tuple[Index, ...]:
     """Returns the index of a leaf, or of any node of a wide tree, in the array of its level."""
     return _split(node, WIDE) if isinstance(nodes, tuple) else (node,)
 
 
-def _split(node: Int[Array, " B"], width: int) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+def _split(node: Index, width: int) -> tuple[Index, Index]:
     """Returns the block of each node, and its lane in the block."""
     return node >> (width.bit_length() - 1), node & (width - 1)
 
@@ -576,9 +568,7 @@ def _either(tree: SegmentTree, natively: Function, plainly: Function, *arrays: A
 
 
 @functools.partial(jax.jit, static_argnames="unique")
-def _set(
-    tree: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"], unique: bool = False
-) -> SegmentTree:
+def _set(tree: SegmentTree, index: Index, value: Floats, unique: bool = False) -> SegmentTree:
     ops = [OPS.index(op) for op in tree.ops]
     natively = functools.partial(native.set_leaves, ops=ops, capacity=tree.capacity)
     plainly = functools.partial(_set_plainly, tree.ops, tree.capacity, tree.width, unique)
@@ -592,8 +582,8 @@ def _set_plainly(
     width: int,
     unique: bool,
     nodes: Nodes,
-    index: Int[Array, " B"],
-    value: Float[Array, " B"],
+    index: Index,
+    value: Floats,
 ) -> tuple[Nodes, Int[Array, " K"]]:
     below, *above = levels(capacity, len(ops), width)
     rows = index.shape[0]
@@ -626,9 +616,7 @@ def _set_plainly(
 
 
 @jax.jit
-def _find(
-    tree: SegmentTree, prefix: Float[Array, " B"], refine: Float[Array, " B"] | None
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+def _find(tree: SegmentTree, prefix: Floats, refine: Floats | None) -> tuple[Index, Floats]:
     row, ops = tree.ops.index("sum"), len(tree.ops)
     plainly = functools.partial(_find_plainly, row, levels(tree.capacity, ops, tree.width))
 
@@ -642,10 +630,10 @@ def _find_plainly(
     row: int,
     up: tuple[Level, ...],
     nodes: Nodes,
-    prefix: Float[Array, " B"],
-    refine: Float[Array, " B"] | None,
-    total: Float[Array, ""],
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    prefix: Floats,
+    refine: Floats | None,
+    total: Number,
+) -> tuple[Index, Floats]:
     node, mass = jnp.zeros_like(prefix, jnp.int32), prefix
     # What is past the end of the tree stays past the end of every node.
     residual = jnp.where(prefix >= total, jnp.inf, prefix)
@@ -660,9 +648,7 @@ def _find_plainly(
     return node, mass
 
 
-def _refine(
-    mass: Float[Array, " B"], residual: Float[Array, " B"], refine: Float[Array, " B"]
-) -> Float[Array, " B"]:
+def _refine(mass: Floats, residual: Floats, refine: Floats) -> Floats:
     """Adds to the residual within a node; a sum past the node's end wraps around to its start.
 
     The residuals in a node lie on a grid whose cells are as small as the float at the top allows.
@@ -674,8 +660,8 @@ def _refine(
 
 
 def _choose(
-    masses: Float[Array, "W B"], sums: Float[Array, "W B"], residual: Float[Array, " B"]
-) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+    masses: Float[Array, "W B"], sums: Float[Array, "W B"], residual: Floats
+) -> tuple[Index, Floats, Floats]:
     """Returns the child that holds each residual: the smallest ``i`` with ``r < m_0 + ... + m_i``.
 
     Only children with mass are considered, so that rounding never leads to another one, in whatever
@@ -700,8 +686,8 @@ def _choose(
 
 
 def _in_turn(
-    masses: Float[Array, "W B"], sums: Float[Array, "W B"], residual: Float[Array, " B"]
-) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+    masses: Float[Array, "W B"], sums: Float[Array, "W B"], residual: Floats
+) -> tuple[Index, Floats, Floats]:
     """Returns what ``_choose`` does, in one pass over the lanes: on a CPU a third of the time."""
     child = jnp.zeros_like(residual, jnp.int32)
     before = end = mass = jnp.zeros_like(residual)
@@ -716,9 +702,7 @@ def _in_turn(
 
 
 @jax.jit
-def _read(
-    tree: SegmentTree, index: Int[Array, " B"]
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+def _read(tree: SegmentTree, index: Index) -> tuple[Index, Floats]:
     def bits_at(index: Array, leaves: Array) -> tuple[Array, Array]:
         return index, leaves[_place(tree.nodes, jnp.clip(index, 0, tree.capacity - 1))]
 

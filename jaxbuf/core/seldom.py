@@ -8,23 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool
 from numpy.typing import NDArray
 
 from jaxbuf.core import trees
 from jaxbuf.core.collectives import vary_with
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Arrays, Flag, Function
 
-Result = TypeVar("Result", bound=PyTree[Array])
+Result = TypeVar("Result", bound=Arrays)
 # For each array of the operands the row that each member has, ``[M]``; None if all have all of it.
 _Rows: TypeAlias = Sequence[NDArray[np.int32] | None]
 
 
 def if_needed(
-    needed: Bool[Array, ""],
-    function: Callable[..., Result],
-    otherwise: Result,
-    *operands: PyTree[Array],
+    needed: Flag, function: Callable[..., Result], otherwise: Result, *operands: Arrays
 ) -> Result:
     """Returns ``function(*operands)`` if it is needed, and else ``otherwise``.
 
@@ -66,7 +63,7 @@ def _members(function: Function, rows: _Rows) -> Function:
     Its rule for ``jax.vmap`` makes members of more members, so that all of them are in one loop.
     """
 
-    def of_member(arrays: list[Array], member: Any) -> PyTree[Array]:
+    def of_member(arrays: list[Array], member: Any) -> Arrays:
         own = [
             array
             if row is None
@@ -75,8 +72,8 @@ def _members(function: Function, rows: _Rows) -> Function:
         ]
         return vary_with(function(own), arrays)
 
-    def in_turn(needed: Bool[Array, " M"], out: PyTree[Array], arrays: list[Array]) -> Any:
-        def step(carry: tuple[Array, PyTree[Array]]) -> tuple[Array, PyTree[Array]]:
+    def in_turn(needed: Bool[Array, " M"], out: Arrays, arrays: list[Array]) -> Any:
+        def step(carry: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
             left, out = carry
             member = jnp.argmax(left).astype(jnp.int32)
             # Always true, but what is in a branch XLA does not compute ahead of the loop.
@@ -90,8 +87,8 @@ def _members(function: Function, rows: _Rows) -> Function:
 
         return lax.while_loop(lambda carry: jnp.any(carry[0]), step, (needed, out))[1]
 
-    def at_once(needed: Bool[Array, " M"], out: PyTree[Array], arrays: list[Array]) -> Any:
-        def compute() -> PyTree[Array]:
+    def at_once(needed: Bool[Array, " M"], out: Arrays, arrays: list[Array]) -> Any:
+        def compute() -> Arrays:
             own = [
                 array if row is None or len(row) == len(array) else array[row]
                 for array, row in zip(arrays, rows, strict=True)
@@ -103,7 +100,7 @@ def _members(function: Function, rows: _Rows) -> Function:
         return lax.cond(jnp.any(needed), compute, lambda: out)
 
     @custom_vmap
-    def call(needed: Bool[Array, " M"], out: PyTree[Array], arrays: list[Array]) -> Any:
+    def call(needed: Bool[Array, " M"], out: Arrays, arrays: list[Array]) -> Any:
         if needed.shape[0] > 1:
             return lax.platform_dependent(needed, out, arrays, cpu=in_turn, default=at_once)
         one = jax.tree.map(lambda leaf: leaf[0], out)
@@ -111,7 +108,7 @@ def _members(function: Function, rows: _Rows) -> Function:
         return jax.tree.map(lambda leaf: leaf[None], one)
 
     @call.def_vmap
-    def _(size: int, mapped: Any, needed: Array, out: PyTree[Array], arrays: list[Array]) -> Any:
+    def _(size: int, mapped: Any, needed: Array, out: Arrays, arrays: list[Array]) -> Any:
         members = needed.shape[-1]
         merged = [
             _merged(row, array, size, members) if is_mapped else (row, array)

@@ -5,7 +5,8 @@ tells whether its item is still there.
 """
 
 from flax import struct
-from jaxtyping import Array, Int, UInt
+
+from jaxbuf.core.types import Index, Words
 
 
 class Slots(struct.PyTreeNode):
@@ -17,5 +18,5 @@ class Slots(struct.PyTreeNode):
             opaque: compare it, do not compute with it.
     """
 
-    index: Int[Array, " B"]
-    generation: UInt[Array, " B"]
+    index: Index
+    generation: Words

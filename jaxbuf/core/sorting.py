@@ -4,10 +4,11 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, Shaped, UInt
+from jaxtyping import Array, Int, Shaped, UInt
 
 from jaxbuf.core import native
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.types import Index, Mask
 
 _CHUNK = 128
 
@@ -43,7 +44,7 @@ def order_of_pairs(number: UInt[Array, " N"]) -> Int[Array, " N"]:
     return lax.sort((number, position), num_keys=1, is_stable=True)[1]
 
 
-def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"], Int[Array, " B"]]:
+def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"], Index]:
     """Returns the ``count`` largest of many numbers, the largest first, and their indices.
 
     They lie in the chunks with the largest maxima, so only these chunks are sorted. The numbers are
@@ -84,7 +85,7 @@ def keep_last(index: Int[Array, "..."], past_end: int) -> Int[Array, "..."]:
     return kept.reshape(index.shape)
 
 
-def last_of_each(index: Int[Array, " B"]) -> Bool[Array, " B"]:
+def last_of_each(index: Index) -> Mask:
     """Returns a mask of the rows that no later row repeats."""
     # Equal numbers have the same position in the sorted index. On a CPU, sorting the index alone is
     # several times faster than sorting the rows by it.

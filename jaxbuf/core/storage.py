@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxbuf.core import checks, native, numbers, sizes, trees
 from jaxbuf.core.division import remainder
 from jaxbuf.core.program import is_outside
-from jaxbuf.core.types import Dtype
+from jaxbuf.core.types import Arrays, Dtype, Index
 
 # The dtypes that the kernels take.
 _KINDS = "biufc"
@@ -25,7 +25,7 @@ _Run: TypeAlias = tuple[int, int] | None
 
 def allocate(
     example: PyTree, leading: Sequence[int], size: tuple[str, int] | None = None
-) -> PyTree[Array]:
+) -> Arrays:
     """Returns zeros for ``prod(leading)`` items like ``example``.
 
     Args:
@@ -86,7 +86,7 @@ def _check_no_shape(leaves: list[tuple[tuple[Any, ...], Any]]) -> None:
 
 
 def check(
-    storage: PyTree[Array],
+    storage: Arrays,
     items: PyTree,
     name: str,
     axes: Sequence[str | int],
@@ -94,7 +94,7 @@ def check(
     hint: str = "",
     *,
     computed: bool = False,
-) -> tuple[PyTree[Array], tuple[int, ...]]:
+) -> tuple[Arrays, tuple[int, ...]]:
     """Checks a batch of items against the storage that is to hold them.
 
     Args:
@@ -228,7 +228,7 @@ def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic] | Dtype) -> 
     return loose and numbers.may_become(got.dtype, np.dtype(dtype))
 
 
-def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"]) -> PyTree[Array]:
+def write(storage: Arrays, items: Arrays, index: Index) -> Arrays:
     """Writes row ``b`` of ``items [B, ...]`` at ``index[b]``; rows past the end are dropped.
 
     The rows that are written must have different indices.
@@ -242,15 +242,13 @@ def write(storage: PyTree[Array], items: PyTree[Array], index: Int[Array, " B"])
     return jax.tree.map(put, storage, items)
 
 
-def read(storage: PyTree[Array], index: Int[Array, "..."]) -> PyTree[Array]:
+def read(storage: Arrays, index: Int[Array, "..."]) -> Arrays:
     """Returns rows, leaves ``[*index.shape, ...]``; an index past the end reads the last row."""
     rows = _gather(storage, index.reshape(-1), None)
     return jax.tree.map(lambda leaf: leaf.reshape(*index.shape, *leaf.shape[1:]), rows)
 
 
-def read_runs(
-    storage: PyTree[Array], start: Int[Array, " B"], length: int, ring: int
-) -> PyTree[Array]:
+def read_runs(storage: Arrays, start: Index, length: int, ring: int) -> Arrays:
     """Returns consecutive rows within rings, from ``start`` on, modulo the length of a ring.
 
     Args:
@@ -266,7 +264,7 @@ def read_runs(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _gather(storage: PyTree[Array], start: Int[Array, " B"], run: _Run) -> PyTree[Array]:
+def _gather(storage: Arrays, start: Index, run: _Run) -> Arrays:
     """Returns rows of leaves ``[N, ...]`` or, given the lengths of a run and a ring, runs."""
     leaves, treedef = jax.tree.flatten(storage)
     leading = start.shape if run is None else (*start.shape, run[0])
@@ -275,7 +273,7 @@ def _gather(storage: PyTree[Array], start: Int[Array, " B"], run: _Run) -> PyTre
     # The dtypes of PRNG keys are not NumPy's.
     plain = [isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _KINDS for leaf in leaves]
 
-    def natively(start: Int[Array, " B"], *leaves: Array) -> list[Array]:
+    def natively(start: Index, *leaves: Array) -> list[Array]:
         chosen = [leaf for leaf, is_plain in zip(leaves, plain, strict=True) if is_plain]
         rows = iter(native.take(chosen, start, run))
         return [
@@ -283,7 +281,7 @@ def _gather(storage: PyTree[Array], start: Int[Array, " B"], run: _Run) -> PyTre
             for leaf, is_plain in zip(leaves, plain, strict=True)
         ]
 
-    def plainly(start: Int[Array, " B"], *leaves: Array) -> list[Array]:
+    def plainly(start: Index, *leaves: Array) -> list[Array]:
         return [_select(leaf, start, run) for leaf in leaves]
 
     rows = native.either(natively if any(plain) else plainly, plainly, start, *leaves)
@@ -292,10 +290,8 @@ def _gather(storage: PyTree[Array], start: Int[Array, " B"], run: _Run) -> PyTre
 
 @_gather.defjvp
 def _(
-    run: _Run,
-    primals: tuple[PyTree[Array], Int[Array, " B"]],
-    tangents: tuple[PyTree[Array], object],
-) -> tuple[PyTree[Array], PyTree[Array]]:
+    run: _Run, primals: tuple[Arrays, Index], tangents: tuple[Arrays, object]
+) -> tuple[Arrays, Arrays]:
     (storage, start), (change, _) = primals, tangents
     rows = _gather(storage, start, run)
 
@@ -307,7 +303,7 @@ def _(
     return rows, jax.tree.map(of, rows, change)
 
 
-def _select(leaf: Array, start: Int[Array, " B"], run: _Run) -> Array:
+def _select(leaf: Array, start: Index, run: _Run) -> Array:
     if run is None:
         return select(start, leaf)
     length, ring = run
@@ -316,7 +312,7 @@ def _select(leaf: Array, start: Int[Array, " B"], run: _Run) -> Array:
     return select(start[:, None] - within + remainder(within + step, ring), leaf)  # [B, length]
 
 
-def select(index: Int[Array, "..."], storage: PyTree[Array]) -> PyTree[Array]:
+def select(index: Int[Array, "..."], storage: Arrays) -> Arrays:
     """Returns the rows at ``index``, clipped to the range: one gather for each leaf."""
     # XLA's own gather clips, so the index needs no computation first.
     return jax.tree.map(

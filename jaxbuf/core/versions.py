@@ -10,7 +10,9 @@ import jax.core
 import jax.extend.core
 import jax.ffi
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
+
+from jaxbuf.core.types import Arrays
 
 # Until jax 0.9 the function was in jax.core.
 _TRACING = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
@@ -74,6 +76,6 @@ def shape_like(leaf: jax.ShapeDtypeStruct | Array, like: Array) -> jax.ShapeDtyp
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, **kind)
 
 
-def reshard(tree: PyTree[Array], sharding: jax.sharding.Sharding) -> PyTree[Array]:
+def reshard(tree: Arrays, sharding: jax.sharding.Sharding) -> Arrays:
     """Returns the arrays laid out as ``sharding`` says."""
     return _RESHARD(tree, sharding)

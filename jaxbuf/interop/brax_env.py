@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree, Shaped
+from jaxtyping import Array, Bool, Shaped
+
+from jaxbuf.core.types import Arrays
 
 _FINAL = "final_obs"
 # What MuJoCo Playground's auto-reset does not replace when it replaces the rest of ``info``.
@@ -22,7 +24,7 @@ class _Record(NamedTuple):
         truncation: The flags of the time limit, ``[E]``; None if they are set further outside.
     """
 
-    obs: PyTree[Array]
+    obs: Arrays
     stepped: Bool[Array, " E"]
     truncation: Shaped[Array, " E"] | None
 

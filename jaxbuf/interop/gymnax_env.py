@@ -6,11 +6,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, PRNGKeyArray, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from jaxbuf.core.checks import name_of
 from jaxbuf.core.random import check_key
 from jaxbuf.core.sizes import check_count
+from jaxbuf.core.types import Arrays, Key
 
 Carry = TypeVar("Carry")
 
@@ -27,7 +28,7 @@ class GymnaxState(struct.PyTreeNode):
     inner: PyTree
 
 
-def gymnax_reset(env: Any, params: PyTree, key: PRNGKeyArray, num_envs: int) -> GymnaxState:
+def gymnax_reset(env: Any, params: PyTree, key: Key, num_envs: int) -> GymnaxState:
     """Begins an episode in each of ``num_envs`` environments.
 
     Args:
@@ -44,7 +45,7 @@ def gymnax_reset(env: Any, params: PyTree, key: PRNGKeyArray, num_envs: int) -> 
 
 
 def gymnax_step(
-    env: Any, params: PyTree, key: PRNGKeyArray, state: GymnaxState, action: Shaped[Array, "E ..."]
+    env: Any, params: PyTree, key: Key, state: GymnaxState, action: Shaped[Array, "E ..."]
 ) -> tuple[GymnaxState, dict[str, PyTree]]:
     """Takes one action in each environment; environments whose episode ends begin another one.
 
@@ -94,11 +95,8 @@ def gymnax_step(
 
 
 def rollout(
-    step: Callable[[Carry, PRNGKeyArray], tuple[Carry, PyTree[Array]]],
-    carry: Carry,
-    key: PRNGKeyArray,
-    num_steps: int,
-) -> tuple[Carry, PyTree[Array]]:
+    step: Callable[[Carry, Key], tuple[Carry, Arrays]], carry: Carry, key: Key, num_steps: int
+) -> tuple[Carry, Arrays]:
     """Takes ``num_steps`` steps, and returns them in the shape that a ``TrajectoryBuffer`` takes.
 
     Args:

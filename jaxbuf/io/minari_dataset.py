@@ -47,11 +47,7 @@ class _MissingRows(ValueError):
 
 
 def from_minari(
-    dataset: Any,
-    buffer: Buffer,
-    *,
-    incomplete: Incomplete = "raise",
-    rows_at_a_time: int = 1024,
+    dataset: Any, buffer: Buffer, *, incomplete: Incomplete = "raise", rows_at_a_time: int = 1024
 ) -> Buffer:
     """Adds all episodes of a Minari dataset to a buffer.
 

@@ -11,6 +11,7 @@ from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_single
+from jaxbuf.core.types import Arrays, Index
 from jaxbuf.occupancy.protocol import Occupancy
 
 
@@ -123,7 +124,7 @@ def items_in_order(buffer: object) -> Ordered:
     )
 
 
-def _take(data: PyTree[Array], index: tuple[Int[np.ndarray, "..."], ...]) -> PyTree[np.ndarray]:
+def _take(data: Arrays, index: tuple[Int[np.ndarray, "..."], ...]) -> PyTree[np.ndarray]:
     """Returns rows of leaves by their indices along the leading axes, as arrays of NumPy."""
     index = tuple(np.broadcast_arrays(*index))
 
@@ -159,7 +160,7 @@ def _of_device(
 
 
 @jax.jit
-def _gather(array: Array, index: tuple[Int[Array, " B"], ...]) -> Shaped[Array, "B ..."]:
+def _gather(array: Array, index: tuple[Index, ...]) -> Shaped[Array, "B ..."]:
     return array[index]
 
 

@@ -33,6 +33,7 @@ from jaxbuf.buffers import doors
 from jaxbuf.buffers.buffer import as_buffer, check_options
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
+from jaxbuf.core.types import Arrays
 from jaxbuf.io import records, structure, zarr
 from jaxbuf.io.cache import ChunkCache
 from jaxbuf.io.checksums import Checksums, Newest, checksum
@@ -88,7 +89,7 @@ class StoreBatch(NamedTuple):
         rows: Their row numbers in the store, ``[B]``.
     """
 
-    data: PyTree[Array]
+    data: Arrays
     rows: Int[np.ndarray, " B"]
 
 
@@ -293,11 +294,7 @@ class Store:
                 self._lock = None
 
     def append(
-        self,
-        items: PyTree[Array],
-        *,
-        mask: Bool[np.ndarray, " B"] | None = None,
-        start: int | None = None,
+        self, items: Arrays, *, mask: Bool[np.ndarray, " B"] | None = None, start: int | None = None
     ) -> range:
         """Appends items, and returns once they are on disk.
 
@@ -542,8 +539,8 @@ class Store:
         start: int = 0,
         stop: int | None = None,
         *,
-        priority: Callable[[PyTree[Array]], Array] | None = None,
-        score: Callable[[PyTree[Array]], Array] | None = None,
+        priority: Callable[[Arrays], Array] | None = None,
+        score: Callable[[Arrays], Array] | None = None,
         rows_at_a_time: int = 4096,
     ) -> Buffer:
         """Adds a range of rows to a buffer, in order and without deleted ones.
@@ -1136,7 +1133,7 @@ class Store:
             state = "closed" if self._closed else "open for reading only"
             raise ValueError(f"the store {self._folder} is {state}; open it with mode='a'")
 
-    def _check_items(self, items: PyTree[Array]) -> None:
+    def _check_items(self, items: Arrays) -> None:
         def stored(path: KeyPath, leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
             """Returns the leaf in the stored dtype, if it is the same dtype to JAX."""
             try:

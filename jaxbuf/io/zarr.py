@@ -128,10 +128,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 
 def check_sizes(
-    folder: Path,
-    shape: Sequence[int],
-    chunk: Sequence[int],
-    index: tuple[slice, ...] | None = None,
+    folder: Path, shape: Sequence[int], chunk: Sequence[int], index: tuple[slice, ...] | None = None
 ) -> None:
     """Checks that files can hold the bytes at an index of an array, before memory is allocated.
 

@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, numbers, sizes, trees
+from jaxbuf.core.types import Arrays, Count, Integers
 
 
 class Writer(Protocol):
@@ -147,9 +148,7 @@ class Monitor:
                 writer.write(now, row)
             return True
 
-    def callback(
-        self, step: int | Int[Array, ""], metrics: PyTree[Array], *, ordered: bool = True
-    ) -> None:
+    def callback(self, step: int | Count, metrics: Arrays, *, ordered: bool = True) -> None:
         """Calls ``write`` from inside ``jit``, ``scan`` and ``vmap``.
 
         Under ``vmap`` all rows arrive together, as arrays. Delivery is asynchronous: call ``flush``
@@ -491,7 +490,7 @@ def _init_run(settings: dict[str, Any]) -> tuple[Any, bool]:
 
 
 @custom_vmap
-def _all_rows(step: Int[Array, ""], metrics: PyTree[Array]) -> tuple[Int[Array, ""], PyTree[Array]]:
+def _all_rows(step: Count, metrics: Arrays) -> tuple[Count, Arrays]:
     """Returns its arguments, under ``vmap`` with all rows and as if they were not mapped.
 
     Of what is not mapped a callback is called once; of what is mapped an ordered one is an error,
@@ -502,8 +501,8 @@ def _all_rows(step: Int[Array, ""], metrics: PyTree[Array]) -> tuple[Int[Array, 
 
 @_all_rows.def_vmap
 def _all_rows_of_batch(
-    size: int, mapped: PyTree[bool], step: Int[Array, " B"], metrics: PyTree[Array]
-) -> tuple[PyTree[Array], PyTree[bool]]:
+    size: int, mapped: PyTree[bool], step: Integers, metrics: Arrays
+) -> tuple[Arrays, PyTree[bool]]:
     rows = _all_rows(step, metrics)
     return rows, jax.tree.map(lambda _: False, rows)
 

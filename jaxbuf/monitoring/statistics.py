@@ -22,6 +22,7 @@ from jaxbuf.core import checks, storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.division import remainder
 from jaxbuf.core.sizes import check_count
+from jaxbuf.core.types import Floats, Word
 
 _COLUMNS = (
     "use_mean",
@@ -88,13 +89,7 @@ class Statistics(Described):
             counters=_begin(buffer, jnp.uint32(0)),
         )
 
-    def sampled(
-        self,
-        buffer: Any,
-        batch: Sample,
-        *,
-        priority: Float[Array, " B"] | None = None,
-    ) -> Self:
+    def sampled(self, buffer: Any, batch: Sample, *, priority: Floats | None = None) -> Self:
         """Records the valid rows of a sample, if it has any.
 
         Args:
@@ -211,14 +206,14 @@ def _checked(buffer: Any) -> Any:
     return trees.on_device(buffer)
 
 
-def _begin(buffer: Any, time: UInt[Array, ""]) -> UInt[Array, " 5"]:
+def _begin(buffer: Any, time: Word) -> UInt[Array, " 5"]:
     buffer = _checked(buffer)
     size, zero = buffer.size.astype(jnp.uint32), jnp.uint32(0)
     uses = _uses(buffer) if _counts_uses(buffer) else zero
     return jnp.stack([time, zero, size, buffer.counters[..., 0], uses])
 
 
-def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Float[Array, " B"]]:
+def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Floats]:
     """Returns the values to record for each row, by the first word of their columns' names."""
     values: dict[str, Array] = {}
     if buffer.freshness is not None:
@@ -240,7 +235,7 @@ def _counts_uses(buffer: Any) -> bool:
     return not buffer.num_envs and buffer.freshness is not None
 
 
-def _uses(buffer: ItemBuffer) -> UInt[Array, ""]:
+def _uses(buffer: ItemBuffer) -> Word:
     """Returns the total use count of the live items."""
     live = buffer.occupancy.live(jnp.arange(buffer.capacity, dtype=jnp.int32))
     uses = buffer.freshness_state.uses[: buffer.capacity].astype(jnp.uint32)

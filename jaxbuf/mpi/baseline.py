@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, UInt
 
 from jaxbuf.core import checks, numbers, sizes, storage
 from jaxbuf.core.describe import Described
+from jaxbuf.core.types import Count, Flag, Floats, Mask, Number
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +41,7 @@ class Baseline(Protocol):
         """True if it uses the scores in the buffer once that is full."""
         ...
 
-    def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
+    def of_buffer(self, score: Float[Array, " N"]) -> Number:
         """Returns the baseline of a full buffer with these scores; −inf if none is finite."""
         ...
 
@@ -76,7 +77,7 @@ class EMA:
     def __post_init__(self) -> None:
         checks.settle(self, checks.check_step_size, "alpha")
 
-    def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
+    def of_buffer(self, score: Float[Array, " N"]) -> Number:
         """Returns −inf: the scores in the buffer are not used."""
         del score
         return jnp.float32(-jnp.inf)
@@ -100,7 +101,7 @@ class Min:
     def __post_init__(self) -> None:
         checks.settle(self, checks.check_step_size, "alpha")
 
-    def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
+    def of_buffer(self, score: Float[Array, " N"]) -> Number:
         """Returns the smallest finite score; −inf if no score is finite."""
         least = _least_finite(score)
         return jnp.where(jnp.isfinite(least), least, jnp.float32(-jnp.inf))
@@ -130,7 +131,7 @@ class Percentile:
         expected = "a number from 0 (the smallest score) to 1"
         checks.settle_number(self, "q", expected, lambda x: 0 <= x <= 1)
 
-    def of_buffer(self, score: Float[Array, " N"]) -> Float[Array, ""]:
+    def of_buffer(self, score: Float[Array, " N"]) -> Number:
         """Returns the percentile of the finite scores; −inf if no score is finite."""
         finite = jnp.isfinite(score)
         rising = jnp.sort(jnp.where(finite, score, jnp.float32(jnp.inf)))
@@ -145,11 +146,8 @@ class Percentile:
 
 
 def update_average(
-    baseline: Baseline,
-    average: Float[Array, ""],
-    score: Float[Array, " B"],
-    mask: Bool[Array, " B"] | None = None,
-) -> Float[Array, ""]:
+    baseline: Baseline, average: Number, score: Floats, mask: Mask | None = None
+) -> Number:
     """Returns the moving average after a batch.
 
     Args:
@@ -167,10 +165,10 @@ def update_average(
 
 def baseline_value(
     baseline: Baseline,
-    average: Float[Array, ""],
+    average: Number,
     score: Float[Array, " N"] | None = None,
-    full: bool | Bool[Array, ""] = False,
-) -> Float[Array, ""]:
+    full: bool | Flag = False,
+) -> Number:
     """Returns the current baseline.
 
     Args:
@@ -186,9 +184,7 @@ def baseline_value(
     return jnp.where(jnp.isfinite(value), value, average)
 
 
-def combine(
-    baseline: Float[Array, ""], comm: "MPI.Intracomm", by: Agreement = "min"
-) -> Float[Array, ""]:
+def combine(baseline: Number, comm: "MPI.Intracomm", by: Agreement = "min") -> Number:
     """Returns a baseline on which several managers agree. All of them call this, also inside jit.
 
     Args:
@@ -245,7 +241,7 @@ class BaselineFilter(Described):
     """
 
     counters: UInt[Array, " 4"]
-    filtered: Int[Array, ""]
+    filtered: Count
     refresh_after: int | None = struct.field(pytree_node=False)
 
     @classmethod
@@ -264,11 +260,8 @@ class BaselineFilter(Described):
         )
 
     def select(
-        self,
-        score: Float[Array, " B"],
-        baseline: float | Float[Array, ""],
-        mask: Bool[Array, " B"] | None = None,
-    ) -> tuple[Self, Bool[Array, " B"]]:
+        self, score: Floats, baseline: float | Number, mask: Mask | None = None
+    ) -> tuple[Self, Mask]:
         """Chooses the rows of a batch to send.
 
         Args:
@@ -318,7 +311,7 @@ class BaselineFilter(Described):
         return {name: self.counters[..., k] for k, name in enumerate(names)}
 
 
-def _least_finite(score: Float[Array, " N"]) -> Float[Array, ""]:
+def _least_finite(score: Float[Array, " N"]) -> Number:
     """Returns the smallest finite score; +inf if no score is finite."""
     infinity = jnp.float32(jnp.inf)
     return jnp.min(jnp.where(jnp.isfinite(score), score, infinity), initial=infinity)

@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import storage
 from jaxbuf.core.describe import Described
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Flag, Floats, Mask, Number
 
 
 class Batch(NamedTuple):
@@ -20,8 +21,8 @@ class Batch(NamedTuple):
         score: The score of each item, such as its log reward, ``[B]``; NaN for an item without one.
     """
 
-    items: PyTree[Array]
-    score: Float[Array, " B"]
+    items: Arrays
+    score: Floats
 
 
 class Reply(Described):
@@ -36,14 +37,14 @@ class Reply(Described):
     """
 
     scores: dict[str, Array]
-    baseline: Float[Array, ""]
-    answered: Bool[Array, ""]
+    baseline: Number
+    answered: Flag
     slots: Slots | None = None
 
 
 def check_batch(
-    like: PyTree[Array], items: PyTree, score: Any, mask: Any, *, needs_score: bool
-) -> tuple[Batch, Bool[Array, " B"]]:
+    like: Arrays, items: PyTree, score: Any, mask: Any, *, needs_score: bool
+) -> tuple[Batch, Mask]:
     """Checks a batch, and fills in the score and the mask if they are not given.
 
     Args:

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from jaxbuf.core import checks
 from jaxbuf.core.describe import Described
 from jaxbuf.core.leaves import bits, from_bits
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Count, Flag, Floats, Mask, Number
 from jaxbuf.mpi.baseline import Agreement, BaselineFilter, check_filter, combine
 from jaxbuf.mpi.batch import Batch, Reply, check_batch, uses_score
 from jaxbuf.mpi.layout import Communicators, Ranks
@@ -77,7 +78,7 @@ class LockStep(Described):
 
     manager: Manager | None
     filter: BaselineFilter | None
-    baseline: Float[Array, ""]
+    baseline: Number
     agreement: Agreement | None = struct.field(pytree_node=False)
     slots: bool = struct.field(pytree_node=False)
     group: Ranks = struct.field(pytree_node=False)
@@ -139,11 +140,7 @@ class LockStep(Described):
         return self.manager is not None
 
     def exchange(
-        self,
-        items: PyTree[Array],
-        *,
-        score: Float[Array, " B"] | None = None,
-        mask: Bool[Array, " B"] | None = None,
+        self, items: Arrays, *, score: Floats | None = None, mask: Mask | None = None
     ) -> tuple[Self, Reply]:
         """Sends a batch and receives its scores. Every rank of the group calls this equally often.
 
@@ -205,9 +202,7 @@ class LockStep(Described):
         # A copy, so that the reply survives the donation of this end.
         return end.replace(baseline=baseline.copy()), reply
 
-    def update_score(
-        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
-    ) -> Self:
+    def update_score(self, slots: Slots, score: Floats, *, mask: Mask | None = None) -> Self:
         """Sets scores of the manager's items. Every rank of the group calls this equally often.
 
         The manager takes the rows in the order of ranks. It drops those whose item has left since,
@@ -226,9 +221,7 @@ class LockStep(Described):
         """
         return self._update(Manager.update_score, slots, score, mask)
 
-    def update_priority(
-        self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
-    ) -> Self:
+    def update_priority(self, slots: Slots, priority: Floats, *, mask: Mask | None = None) -> Self:
         """Sets priorities of the manager's items, as ``update_score`` sets scores.
 
         Raises:
@@ -250,33 +243,33 @@ class LockStep(Described):
         slots, value, mask = jax.tree.map(lambda x: x.reshape(-1), gathered)
         return self.replace(manager=update(self.manager, slots, value, mask=mask))
 
-    def _zeros(self, tree: PyTree[Array]) -> PyTree[Array]:
+    def _zeros(self, tree: Arrays) -> Arrays:
         """Returns zeros like a tree; on the manager, with a row for each rank."""
         rows = (self.group.size,) if self.is_manager else ()
         return jax.tree.map(lambda x: jnp.zeros((*rows, *x.shape), x.dtype), tree)
 
-    def _row_of_rank(self, tree: PyTree[Array]) -> PyTree[Array]:
+    def _row_of_rank(self, tree: Arrays) -> Arrays:
         """Returns this rank's row of a tree of ``_zeros``, as ``_scatter`` does."""
         return jax.tree.map(lambda x: x[self.group.last], tree) if self.is_manager else tree
 
-    def _any_sends(self, sends: Bool[Array, ""]) -> Bool[Array, ""]:
+    def _any_sends(self, sends: Flag) -> Flag:
         """Returns on every rank whether one of them sends anything."""
         import mpi4jax
         from mpi4py import MPI
 
         return mpi4jax.allreduce(sends.astype(jnp.int32), op=MPI.SUM, comm=self.group.comm) > 0
 
-    def _gather(self, tree: PyTree[Array]) -> PyTree[Array]:
+    def _gather(self, tree: Arrays) -> Arrays:
         import mpi4jax
 
         return self._exchange(mpi4jax.gather, tree, gives_rows=self.is_manager)
 
-    def _scatter(self, tree: PyTree[Array]) -> PyTree[Array]:
+    def _scatter(self, tree: Arrays) -> Arrays:
         import mpi4jax
 
         return self._exchange(mpi4jax.scatter, tree, takes_rows=self.is_manager)
 
-    def _broadcast(self, tree: PyTree[Array]) -> PyTree[Array]:
+    def _broadcast(self, tree: Arrays) -> Arrays:
         import mpi4jax
 
         return self._exchange(mpi4jax.bcast, tree)
@@ -284,11 +277,11 @@ class LockStep(Described):
     def _exchange(
         self,
         collective: Callable[..., Array],
-        tree: PyTree[Array],
+        tree: Arrays,
         *,
         takes_rows: bool = False,
         gives_rows: bool = False,
-    ) -> PyTree[Array]:
+    ) -> Arrays:
         """Passes a tree through a collective between the manager and its workers, bit by bit.
 
         MPI knows few of the dtypes of JAX, and bits are the same on every rank.
@@ -312,17 +305,11 @@ class LockStep(Described):
 
 
 def _receive_all(
-    manager: Manager,
-    gathered: PyTree[Array],
-    count: Int[Array, ""],
-    answers: PyTree[Array],
-    slots: bool,
-) -> tuple[Manager, PyTree[Array]]:
+    manager: Manager, gathered: Arrays, count: Count, answers: Arrays, slots: bool
+) -> tuple[Manager, Arrays]:
     """Receives the batches of the first ``count`` ranks; returns a row of answers for each."""
 
-    def receive(
-        sender: Array, carry: tuple[Manager, PyTree[Array]]
-    ) -> tuple[Manager, PyTree[Array]]:
+    def receive(sender: Array, carry: tuple[Manager, Arrays]) -> tuple[Manager, Arrays]:
         manager, answers = carry
         batch, mask = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, sender, keepdims=False), gathered
@@ -335,8 +322,8 @@ def _receive_all(
 
 
 def _receive(
-    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Any, slots: bool
-) -> tuple[Manager, PyTree[Array]]:
+    manager: Manager, batch: Batch, mask: Mask, sender: Any, slots: bool
+) -> tuple[Manager, Arrays]:
     """Receives a batch; returns the manager, and the scores and, if asked for, the slots."""
     manager, scores, row_slots = manager.insert(
         batch.items, score=batch.score, mask=mask, sender=sender

@@ -7,13 +7,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from jaxtyping import Array, Float, UInt
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Count, Floats, Mask, Number
 from jaxbuf.mpi.baseline import EMA, Baseline, baseline_value, update_average
 from jaxbuf.mpi.batch import check_batch, uses_score
 from jaxbuf.mpi.scores import DEFAULT, ScoreFunction, StatefulScore, with_state
@@ -45,7 +46,7 @@ class Manager(Described):
     """
 
     buffer: ItemBuffer
-    average: Float[Array, ""]
+    average: Number
     counters: UInt[Array, "W 2"]
     score_state: Any
     baseline: Baseline = struct.field(pytree_node=False)
@@ -103,11 +104,11 @@ class Manager(Described):
 
     def receive(
         self,
-        items: PyTree[Array],
+        items: Arrays,
         *,
-        score: Float[Array, " B"] | None = None,
-        mask: Bool[Array, " B"] | None = None,
-        sender: int | Int[Array, ""] = 0,
+        score: Floats | None = None,
+        mask: Mask | None = None,
+        sender: int | Count = 0,
     ) -> tuple[Self, dict[str, Array]]:
         """Scores and stores a batch from a worker.
 
@@ -129,11 +130,11 @@ class Manager(Described):
 
     def insert(
         self,
-        items: PyTree[Array],
+        items: Arrays,
         *,
-        score: Float[Array, " B"] | None = None,
-        mask: Bool[Array, " B"] | None = None,
-        sender: int | Int[Array, ""] = 0,
+        score: Floats | None = None,
+        mask: Mask | None = None,
+        sender: int | Count = 0,
     ) -> tuple[Self, dict[str, Array], Slots]:
         """Receives a batch as ``receive`` does, and returns the slots of its rows as well.
 
@@ -178,9 +179,7 @@ class Manager(Described):
         )
         return manager, jax.tree.map(jnp.asarray, scores), slots
 
-    def update_score(
-        self, slots: Slots, score: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
-    ) -> Self:
+    def update_score(self, slots: Slots, score: Floats, *, mask: Mask | None = None) -> Self:
         """Sets the scores of stored items, as ``update_score`` of the buffer does.
 
         A baseline of the scores in the buffer follows; the moving average does not.
@@ -195,9 +194,7 @@ class Manager(Described):
         """
         return self.replace(buffer=self.buffer.update_score(slots, score, mask=mask))
 
-    def update_priority(
-        self, slots: Slots, priority: Float[Array, " B"], *, mask: Bool[Array, " B"] | None = None
-    ) -> Self:
+    def update_priority(self, slots: Slots, priority: Floats, *, mask: Mask | None = None) -> Self:
         """Sets the priorities of stored items, as ``update_priority`` of the buffer does.
 
         Raises:
@@ -205,7 +202,7 @@ class Manager(Described):
         """
         return self.replace(buffer=self.buffer.update_priority(slots, priority, mask=mask))
 
-    def baseline_value(self) -> Float[Array, ""]:
+    def baseline_value(self) -> Number:
         """Returns the baseline after all batches so far; −inf before it is known."""
         score = _scores_by_slot(self.buffer) if self.baseline.uses_buffer else None
         full = self.buffer.size == self.buffer.capacity

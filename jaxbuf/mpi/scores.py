@@ -16,10 +16,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks
+from jaxbuf.core.types import Arrays, Count, Mask
 from jaxbuf.mpi.batch import Batch, uses_score
 from jaxbuf.strategies.diversity import Diversity, Field
 from jaxbuf.strategies.points import Ball, ComputedPoints, Points, PointSet
@@ -28,25 +29,20 @@ from jaxbuf.strategies.points import Ball, ComputedPoints, Points, PointSet
 _FAR = 2.0**40
 
 
-ScoreFunction = Callable[[ItemBuffer, Batch, Bool[Array, " B"], Int[Array, ""]], dict[str, Array]]
+ScoreFunction = Callable[[ItemBuffer, Batch, Mask, Count], dict[str, Array]]
 
 
 @runtime_checkable
 class StatefulScore(Protocol):
     """A score function with a state, which the manager keeps for it."""
 
-    def init(self, num_workers: int) -> PyTree[Array]:
+    def init(self, num_workers: int) -> Arrays:
         """Returns the first state, a pytree of arrays."""
         ...
 
     def update(
-        self,
-        state: PyTree[Array],
-        buffer: ItemBuffer,
-        batch: Batch,
-        mask: Bool[Array, " B"],
-        sender: Int[Array, ""],
-    ) -> tuple[PyTree[Array], dict[str, Array]]:
+        self, state: Arrays, buffer: ItemBuffer, batch: Batch, mask: Mask, sender: Count
+    ) -> tuple[Arrays, dict[str, Array]]:
         """Returns the state after a batch, and the scores of the batch."""
         ...
 
@@ -63,12 +59,7 @@ class _Stateless:
         return ()
 
     def update(
-        self,
-        state: tuple[()],
-        buffer: ItemBuffer,
-        batch: Batch,
-        mask: Bool[Array, " B"],
-        sender: Int[Array, ""],
+        self, state: tuple[()], buffer: ItemBuffer, batch: Batch, mask: Mask, sender: Count
     ) -> tuple[tuple[()], dict[str, Array]]:
         """Returns the empty state, and the scores of a batch."""
         return state, self.function(buffer, batch, mask, sender)
@@ -91,9 +82,7 @@ def with_state(scores: "ScoreFunction | StatefulScore") -> StatefulScore:
     )
 
 
-def default_score(
-    buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
-) -> dict[str, Array]:
+def default_score(buffer: ItemBuffer, batch: Batch, mask: Mask, sender: Count) -> dict[str, Array]:
     """Returns the score +inf for every batch, the default of ``Manager``."""
     del buffer, batch, mask, sender
     return {"score": jnp.float32(jnp.inf)}
@@ -122,7 +111,7 @@ class Retained:
     """
 
     def __call__(
-        self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
+        self, buffer: ItemBuffer, batch: Batch, mask: Mask, sender: Count
     ) -> dict[str, Array]:
         """Returns the number of rows kept, as a float."""
         del sender
@@ -159,7 +148,7 @@ class Novelty:
         Diversity(field=self.field)
 
     def __call__(
-        self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
+        self, buffer: ItemBuffer, batch: Batch, mask: Mask, sender: Count
     ) -> dict[str, Array]:
         """Returns the mean distance; 0 for a batch without rows."""
         del sender
@@ -182,7 +171,7 @@ class RewardSum:
     """
 
     def __call__(
-        self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
+        self, buffer: ItemBuffer, batch: Batch, mask: Mask, sender: Count
     ) -> dict[str, Array]:
         """Returns the sum."""
         del buffer, sender
@@ -222,7 +211,7 @@ class NewModes:
             raise ValueError(f"cutoff is {self.cutoff}; expected at least 0")
 
     def __call__(
-        self, buffer: ItemBuffer, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
+        self, buffer: ItemBuffer, batch: Batch, mask: Mask, sender: Count
     ) -> dict[str, Array]:
         """Returns the number of new modes, as a float."""
         del sender
@@ -288,12 +277,7 @@ class WeightedSum:
         return jnp.full((num_workers,), -jnp.inf, jnp.float32)
 
     def update(
-        self,
-        state: Float[Array, " W"],
-        buffer: ItemBuffer,
-        batch: Batch,
-        mask: Bool[Array, " B"],
-        sender: Int[Array, ""],
+        self, state: Float[Array, " W"], buffer: ItemBuffer, batch: Batch, mask: Mask, sender: Count
     ) -> tuple[Float[Array, " W"], dict[str, Array]]:
         """Returns the averages after a batch, and its scores."""
         scores: dict[str, Array] = {}

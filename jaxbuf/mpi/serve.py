@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from jaxbuf.core import checks
 from jaxbuf.core.donation import is_donated
@@ -20,7 +20,7 @@ from jaxbuf.core.program import compiler_options
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Dtype, Function
+from jaxbuf.core.types import Count, Dtype, Function, Mask
 from jaxbuf.io import checkpoint
 from jaxbuf.mpi import wire
 from jaxbuf.mpi.batch import Batch, Reply
@@ -172,17 +172,13 @@ def _compiled(function: Function, donates: bool) -> Any:
     return jax.jit(function, donate_argnums=0 if donates else None, compiler_options=options)
 
 
-def _take(
-    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
-) -> tuple[Manager, Reply]:
+def _take(manager: Manager, batch: Batch, mask: Mask, sender: Count) -> tuple[Manager, Reply]:
     """Stores and scores a batch; returns the new manager and the reply."""
     manager, reply = _insert(manager, batch, mask, sender)
     return manager, reply.replace(slots=None)
 
 
-def _insert(
-    manager: Manager, batch: Batch, mask: Bool[Array, " B"], sender: Int[Array, ""]
-) -> tuple[Manager, Reply]:
+def _insert(manager: Manager, batch: Batch, mask: Mask, sender: Count) -> tuple[Manager, Reply]:
     """Stores and scores a batch as ``_take`` does; the reply has the slots of the rows."""
     items = from_host(manager.buffer.data, batch.items)
     manager, scores, slots = manager.insert(items, score=batch.score, mask=mask, sender=sender)
@@ -195,8 +191,8 @@ def _update(
     manager: Manager,
     slots: Slots,
     value: Float[Array, " R"],
-    rows: Int[Array, ""],
-) -> tuple[Manager, Int[Array, ""]]:
+    rows: Count,
+) -> tuple[Manager, Count]:
     """Sets values of the first ``rows`` slots; returns the manager, and how many were stale."""
     mask = jnp.arange(len(value), dtype=jnp.int32) < rows
     stale = jnp.sum(mask & ~manager.buffer.holds(slots), dtype=jnp.int32)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_not_donated
@@ -17,6 +17,7 @@ from jaxbuf.core.leaves import to_host
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Count, Floats, Mask
 from jaxbuf.mpi import wire, worker_state
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 from jaxbuf.mpi.batch import Batch, Reply, uses_score
@@ -175,10 +176,10 @@ class Worker:
 
     def add(
         self,
-        items: PyTree[Array],
+        items: Arrays,
         *,
-        score: Float[Array, " B"] | None = None,
-        mask: Bool[Array, " B"] | Bool[Array, "B T"] | None = None,
+        score: Floats | None = None,
+        mask: Mask | Bool[Array, "B T"] | None = None,
     ) -> Answer | None:
         """Adds a batch; every ``every``-th call sends what was added since the last message.
 
@@ -245,13 +246,7 @@ class Worker:
             raise ExchangeError(text)
         return self._answers.popleft() if self._answers else None
 
-    def update_score(
-        self,
-        slots: Slots | None,
-        score: Float[Array, " B"],
-        *,
-        mask: Bool[Array, " B"] | None = None,
-    ) -> None:
+    def update_score(self, slots: Slots | None, score: Floats, *, mask: Mask | None = None) -> None:
         """Sets the scores of items of the manager's buffer. It does not wait for an answer.
 
         The manager takes batches and new scores in the order in which this worker sends them. It
@@ -273,11 +268,7 @@ class Worker:
         self._update(Kind.SCORES, "score", slots, score, mask)
 
     def update_priority(
-        self,
-        slots: Slots | None,
-        priority: Float[Array, " B"],
-        *,
-        mask: Bool[Array, " B"] | None = None,
+        self, slots: Slots | None, priority: Floats, *, mask: Mask | None = None
     ) -> None:
         """Sets the priorities of items of the manager's buffer, as ``update_score`` sets scores.
 
@@ -384,12 +375,7 @@ class Worker:
             raise ExchangeError(drained.reason)
 
     def _update(
-        self,
-        kind: Kind,
-        name: str,
-        slots: Slots | None,
-        value: Float[Array, " B"],
-        mask: Bool[Array, " B"] | None,
+        self, kind: Kind, name: str, slots: Slots | None, value: Floats, mask: Mask | None
     ) -> None:
         """Sends new values in as many messages as they need."""
         self._check_open()
@@ -432,7 +418,7 @@ class Worker:
     def _has_left(self) -> bool:
         return not self._at_end.alive
 
-    def _check_room(self, items: PyTree[Array]) -> int:
+    def _check_room(self, items: Arrays) -> int:
         """Returns the number of rows, if a message has room for them."""
         # Leaves without rows are refused when the step is traced.
         rows = max(
@@ -446,7 +432,7 @@ class Worker:
             )
         return rows
 
-    def _send_all(self, items: PyTree[Array], score: Any, mask: Any, rows: int) -> None:
+    def _send_all(self, items: Arrays, score: Any, mask: Any, rows: int) -> None:
         """Sends a batch as ``step`` would, but without a program to run and to wait for."""
         leaves, structure = jax.tree.flatten((items, score, mask))
         check_not_donated(leaves, "items")
@@ -465,7 +451,7 @@ class Worker:
             score = nan if score is None else _cast_like(state.score, score)
             self._send_batch(Batch(jax.tree.map(_cast_like, state.items, items), score), mask)
 
-    def _send_chosen(self, mask: Bool[Array, " R"], count: Int[Array, ""]) -> None:
+    def _send_chosen(self, mask: Bool[Array, " R"], count: Count) -> None:
         """Begins to send rows that were kept, unless none of them is chosen."""
         kept, self._adds, self._kept = self._kept, 0, 0
         if count:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.core import storage
 from jaxbuf.core.describe import Described
 from jaxbuf.core.sizes import check_count
+from jaxbuf.core.types import Arrays, Count, Floats, Mask, Number
 from jaxbuf.mpi.baseline import BaselineFilter, check_filter
 from jaxbuf.mpi.batch import check_batch
 from jaxbuf.views.terminal import terminal_states
@@ -30,11 +31,11 @@ class WorkerState(Described):
         filter: Chooses the items to send; None sends all of them.
     """
 
-    items: PyTree[Array]
+    items: Arrays
     score: Float[Array, " R"]
     mask: Bool[Array, " R"]
     place: Int[Array, " 2"]
-    baseline: Float[Array, ""]
+    baseline: Number
     counters: UInt[Array, " 5"]
     filter: BaselineFilter | None
 
@@ -69,7 +70,7 @@ class WorkerState(Described):
             filter=jax.tree.map(jnp.copy, filter),
         )
 
-    def add(self, items: PyTree[Array], score: Float[Array, " B"], mask: Bool[Array, " B"]) -> Self:
+    def add(self, items: Arrays, score: Floats, mask: Mask) -> Self:
         """Keeps a batch, leaves ``[B, ...]``, for the next message. It must have room for it."""
         start = self.place[0]
 
@@ -85,7 +86,7 @@ class WorkerState(Described):
             counters=self.counters.at[:2].add(jnp.stack([jnp.uint32(1), offered])),
         )
 
-    def contact(self) -> tuple[Self, Bool[Array, " R"], Int[Array, ""]]:
+    def contact(self) -> tuple[Self, Bool[Array, " R"], Count]:
         """Chooses the rows to send, and forgets all rows.
 
         Returns:
@@ -124,15 +125,15 @@ class WorkerState(Described):
 )
 def step(
     state: WorkerState,
-    baseline: Float[Array, ""],
-    items: PyTree[Array],
-    score: Float[Array, " B"] | None,
-    mask: Bool[Array, " B"] | Bool[Array, "B T"] | None,
+    baseline: Number,
+    items: Arrays,
+    score: Floats | None,
+    mask: Mask | Bool[Array, "B T"] | None,
     *,
     scoring_only: bool,
     needs_score: bool,
     sends: bool,
-) -> tuple[WorkerState, PyTree[Array]]:
+) -> tuple[WorkerState, Arrays]:
     """Keeps a batch; if it is time to send, also chooses rows, as ``contact`` does."""
     if scoring_only:
         if mask is None:
@@ -147,14 +148,14 @@ def step(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def flush(state: WorkerState, baseline: Float[Array, ""]) -> tuple[WorkerState, PyTree[Array]]:
+def flush(state: WorkerState, baseline: Number) -> tuple[WorkerState, Arrays]:
     """Chooses the rows to send, as ``contact`` does."""
     state, *chosen = state.replace(baseline=baseline).contact()
     return state, chosen
 
 
 def initial_state(
-    data: PyTree[Array],
+    data: Arrays,
     rows: int,
     filter: BaselineFilter | None,  # noqa: A002
     state: WorkerState | None,

@@ -4,16 +4,17 @@ import dataclasses
 from typing import Protocol, Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt
+from jaxtyping import Array, Bool, Int
 
 from jaxbuf.core import native, storage
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import scale_word
+from jaxbuf.core.types import Count, Index, Integers, Mask, Word, Words
 
 # Up to this many rings, comparing with all of them beats a binary search.
 _FEW_RINGS = 128
 
-Bound = int | Int[Array, ""] | None
+Bound = int | Count | None
 
 
 class Ages(Protocol):
@@ -33,26 +34,26 @@ class Ages(Protocol):
         ...
 
     @property
-    def total(self) -> Int[Array, ""]:
+    def total(self) -> Count:
         """Returns the number of items."""
         ...
 
-    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+    def at(self, rank: Integers) -> Index:
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         ...
 
-    def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def contains(self, index: Index) -> Mask:
         """Returns a mask of the slots whose items are in the range."""
         ...
 
 
-def clip(bound: int | Int[Array, ""], size: Int[Array, " E"]) -> Int[Array, " E"]:
+def clip(bound: int | Count, size: Int[Array, " E"]) -> Int[Array, " E"]:
     """Returns a bound of a slice as a number of items, counted from the earliest."""
     limit = jnp.asarray(bound, jnp.int32)
     return jnp.clip(jnp.where(limit < 0, size + limit, limit), 0, size)
 
 
-def ring_of(count: Int[Array, " E"], rank: Int[Array, " B"]) -> tuple[Array, Array]:
+def ring_of(count: Int[Array, " E"], rank: Integers) -> tuple[Array, Array]:
     """Returns the ring of each rank, and the number of items before each ring, ``[E]``."""
     until = jnp.cumsum(count, dtype=jnp.int32)
     # XLA:CPU stores the results of both methods, rather than recomputing them for each element of
@@ -78,12 +79,7 @@ class AgeRange:
 
     @classmethod
     def of(
-        cls,
-        first: Int[Array, " E"],
-        size: Int[Array, " E"],
-        length: int,
-        start: Bound,
-        stop: Bound,
+        cls, first: Int[Array, " E"], size: Int[Array, " E"], length: int, start: Bound, stop: Bound
     ) -> Self:
         """Returns the items ``start`` to ``stop - 1`` of each ring, as a slice of a list would.
 
@@ -104,15 +100,15 @@ class AgeRange:
         return self.length
 
     @property
-    def total(self) -> Int[Array, ""]:
+    def total(self) -> Count:
         """Returns the number of items."""
         return jnp.sum(self.count, dtype=jnp.int32)
 
-    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+    def at(self, rank: Integers) -> Index:
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         return _items_at(rank, self.first, self.count, length=self.length)
 
-    def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def contains(self, index: Index) -> Mask:
         """Returns whether the items at these slots are in the range."""
         env, offset = quotient(index, self.length), remainder(index, self.length)
         first, count = storage.select(env, (self.first, self.count))
@@ -122,8 +118,8 @@ class AgeRange:
 
 @native.kernel("items_at")
 def _items_at(
-    rank: Int[Array, " B"], first: Int[Array, " E"], count: Int[Array, " E"], *, length: int
-) -> Int[Array, " B"]:
+    rank: Integers, first: Int[Array, " E"], count: Int[Array, " E"], *, length: int
+) -> Index:
     env, before = ring_of(count, rank)
     first, before = storage.select(env, (first, before))
     return env * length + remainder(first + rank - before, length)
@@ -137,12 +133,7 @@ def grid(ages: Ages, count: int) -> tuple[Int[Array, "E n"], Bool[Array, "E n"]]
     return ages.at(rank.reshape(-1)).reshape(rank.shape), offset < ages.count[:, None]
 
 
-def in_part(
-    words: UInt[Array, " B"],
-    part: Int[Array, " B"],
-    parts: Int[Array, "..."],
-    total: Int[Array, "..."],
-) -> Int[Array, " B"]:
+def in_part(words: Words, part: Index, parts: Int[Array, "..."], total: Int[Array, "..."]) -> Index:
     """Returns a rank in one of ``parts`` parts of ``[0, total)``; earlier parts may be one larger.
 
     Args:
@@ -157,12 +148,7 @@ def in_part(
     return begin + scale_word(words, size)
 
 
-def spread(
-    words: UInt[Array, " B"],
-    turn: UInt[Array, ""],
-    total: Int[Array, ""],
-    count: Int[Array, ""] | None = None,
-) -> Int[Array, " B"]:
+def spread(words: Words, turn: Word, total: Count, count: Count | None = None) -> Index:
     """Returns ranks in ``[0, total)`` for ``B`` rows, as evenly as possible.
 
     Each rank is assigned to ``B / total`` rows on average, and always to that number rounded up or

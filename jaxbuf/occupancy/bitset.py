@@ -23,6 +23,7 @@ from jaxbuf.core import native, storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.sorting import last_of_each
+from jaxbuf.core.types import Count, Index, Integers, Mask, Words
 
 _SHIFT = 5
 _WIDTH = 1 << _SHIFT
@@ -47,7 +48,7 @@ class Bitset(Checked, struct.PyTreeNode):
     """
 
     nodes: UInt[Array, " P"]
-    size: Int[Array, ""]
+    size: Count
     capacity: int = struct.field(pytree_node=False)
 
     @classmethod
@@ -76,7 +77,7 @@ class Bitset(Checked, struct.PyTreeNode):
         """Returns a mask of the numbers that are members; False for numbers out of range."""
         return _get(self.nodes, index, self.capacity)
 
-    def set(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
+    def set(self, index: Index, member: Mask) -> Self:
         """Adds numbers to the set or removes them.
 
         Args:
@@ -89,7 +90,7 @@ class Bitset(Checked, struct.PyTreeNode):
         size = jnp.sum(nodes[top:], dtype=jnp.uint32).astype(jnp.int32)
         return self.replace(nodes=nodes, size=size)
 
-    def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
+    def before(self, index: Index) -> Integers:
         """Returns the number of members below ``index``."""
         starts, lane = _starts(self.capacity), jnp.arange(_WIDTH, dtype=jnp.int32)
         first = jnp.asarray(starts[:-1], jnp.int32)
@@ -110,7 +111,7 @@ class Bitset(Checked, struct.PyTreeNode):
         start = vary_with((index >> _SHIFT, count), self.nodes, index)
         return lax.fori_loop(0, len(starts) - 1, climb, start)[1]
 
-    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+    def at(self, rank: Integers) -> Index:
         """Returns members by rank, counted from 0; arbitrary for a rank of at least ``size``."""
         starts, lane = _starts(self.capacity), jnp.arange(_WIDTH, dtype=jnp.int32)[:, None]
         first = jnp.asarray(starts[:-1], jnp.int32)
@@ -162,9 +163,7 @@ def _get(nodes: UInt[Array, " P"], index: Int[Array, "..."], capacity: int) -> B
 
 
 @functools.partial(jax.jit, static_argnames="capacity")
-def _mark(
-    nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"], capacity: int
-) -> UInt[Array, " P"]:
+def _mark(nodes: UInt[Array, " P"], index: Index, member: Mask, capacity: int) -> UInt[Array, " P"]:
     """Returns the nodes after these numbers were added or removed."""
     natively = functools.partial(native.mark, starts=_starts(capacity)[:-1], capacity=capacity)
     plainly = functools.partial(_mark_plainly, capacity)
@@ -172,7 +171,7 @@ def _mark(
 
 
 def _mark_plainly(
-    capacity: int, nodes: UInt[Array, " P"], index: Int[Array, " B"], member: Bool[Array, " B"]
+    capacity: int, nodes: UInt[Array, " P"], index: Index, member: Mask
 ) -> UInt[Array, " P"]:
     in_range = last_of_each(index) & (index >= 0) & (index < capacity)
     changes = in_range & (member != _get(nodes, index, capacity))
@@ -198,16 +197,16 @@ def _starts(capacity: int) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def _bit(index: Int[Array, " B"]) -> UInt[Array, " B"]:
+def _bit(index: Index) -> Words:
     return jnp.uint32(1) << (index & (_WIDTH - 1)).astype(jnp.uint32)
 
 
-def _counts(nodes: UInt[Array, "..."], level: Int[Array, ""]) -> Int[Array, "..."]:
+def _counts(nodes: UInt[Array, "..."], level: Count) -> Int[Array, "..."]:
     """Returns the number of members under each node of a level; nodes of level 0 are words."""
     return jnp.where(level == 0, lax.population_count(nodes), nodes).astype(jnp.int32)
 
 
-def _nth_bit(word: UInt[Array, " B"], rank: Int[Array, " B"]) -> Int[Array, " B"]:
+def _nth_bit(word: Words, rank: Integers) -> Index:
     """Returns the position of the ``rank``-th bit that is set."""
     position = jnp.zeros_like(rank)
     for half in (16, 8, 4, 2, 1):

@@ -5,9 +5,10 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Float, UInt
 
 from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.core.types import Floats, Index, Key, Mask
 from jaxbuf.occupancy.ranking import Ranking
 
 # The bits of the smallest normal float32, and the number of floats from there up to infinity.
@@ -39,13 +40,11 @@ class Lots(Ranking):
             words=jnp.zeros((2,), jnp.uint32),
         )
 
-    def with_key(self, key: PRNGKeyArray) -> Self:
+    def with_key(self, key: Key) -> Self:
         """Returns these slots with lots that are drawn from another key."""
         return self.replace(words=random_words(key, (2,)))
 
-    def place(
-        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
-    ) -> tuple[Self, Int[Array, " B"]]:
+    def place(self, rows: int, mask: Mask | None, score: Floats | None) -> tuple[Self, Index]:
         """Draws a lot for each row, and chooses slots as if the lots were scores.
 
         A ``score`` has the lots of items that move here from another buffer; see ``stays_by``.
@@ -58,11 +57,11 @@ class Lots(Ranking):
             score = lax.bitcast_convert_type(bits, jnp.float32)
         return super().place(rows, mask, score)
 
-    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def refuses(self, score: Floats) -> Mask:
         """Returns all False: scores are ignored."""
         return jnp.zeros(score.shape, bool)
 
-    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+    def rescore(self, index: Index, score: Floats) -> Self:
         """Returns the same slots: scores are ignored."""
         del index, score
         return self

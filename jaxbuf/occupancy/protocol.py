@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Count, Floats, Index, Mask, Word, Words
 from jaxbuf.occupancy.ages import Ages, Bound
 
 
@@ -27,7 +28,7 @@ class Occupancy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of live items."""
 
     @abc.abstractmethod
@@ -39,12 +40,10 @@ class Occupancy(abc.ABC):
         """Returns the generation of the item at ``index``."""
 
     @abc.abstractmethod
-    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+    def draw(self, words: Words) -> Index:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
 
-    def draw_where(
-        self, wanted: Bool[Array, " B"], words: UInt[Array, " B"], index: Int[Array, " B"]
-    ) -> Int[Array, " B"]:
+    def draw_where(self, wanted: Mask, words: Words, index: Index) -> Index:
         """Returns a draw for each row that is ``wanted``, and ``index`` for the others."""
         return jnp.where(wanted, self.draw(words), index)
 
@@ -55,13 +54,11 @@ class Occupancy(abc.ABC):
         ``Slots`` of earlier items stay stale.
         """
 
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+    def holds(self, slots: Slots) -> Mask:
         """Returns whether the items that these ``Slots`` name are still there."""
         return self.live(slots.index) & (self.generation(slots.index) == slots.generation)
 
-    def rows_to_change(
-        self, slots: Slots, wanted: Bool[Array, " B"], legal: Bool[Array, " B"]
-    ) -> tuple[Int[Array, " B"], UInt[Array, ""]]:
+    def rows_to_change(self, slots: Slots, wanted: Mask, legal: Mask) -> tuple[Index, Word]:
         """Returns the slots of rows to change, and the number of rows with an illegal change.
 
         Args:
@@ -77,9 +74,7 @@ class Occupancy(abc.ABC):
         index = jnp.where(wanted & legal, slots.index, self.num_slots)
         return index, jnp.sum(wanted & ~legal, dtype=jnp.uint32)
 
-    def slots_of(
-        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, past_end: int
-    ) -> tuple[Slots, Bool[Array, " B"]]:
+    def slots_of(self, index: Index, valid: Mask, *, past_end: int) -> tuple[Slots, Mask]:
         """Returns the ``Slots`` of items, and which of the ``valid`` rows hold a live one.
 
         Other rows have the index ``past_end``.
@@ -140,7 +135,7 @@ class Occupancy(abc.ABC):
         return self.item_scores()
 
     @property
-    def next_place(self) -> Int[Array, ""] | None:
+    def next_place(self) -> Count | None:
         """The slot that is written next; None if items do not go around in a single ring."""
         return None
 
@@ -154,7 +149,7 @@ class Occupancy(abc.ABC):
         del name, live
         yield from ()
 
-    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+    def rescore(self, index: Index, score: Floats) -> Self:
         """Sets the scores of the items at ``index``, no slot twice; past the end is ignored.
 
         The order of arrival, which decides between equal scores, must not change. An occupancy
@@ -172,9 +167,7 @@ class Occupancy(abc.ABC):
         """Returns this occupancy with other ``places``."""
         return places
 
-    def moving(
-        self, old: "Occupancy", source: Int[Array, " B"], target: Int[Array, " B"]
-    ) -> "Occupancy":
+    def moving(self, old: "Occupancy", source: Index, target: Index) -> "Occupancy":
         """Returns this occupancy with the entries of another one for the items that move.
 
         Args:
@@ -231,9 +224,7 @@ class ItemOccupancy(Occupancy):
     """
 
     @abc.abstractmethod
-    def place(
-        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
-    ) -> tuple[Self, Int[Array, " B"]]:
+    def place(self, rows: int, mask: Mask | None, score: Floats | None) -> tuple[Self, Index]:
         """Chooses slots for ``rows`` new items.
 
         Returns:
@@ -241,7 +232,7 @@ class ItemOccupancy(Occupancy):
             is masked out, or not kept beside the others of its batch. No slot occurs twice.
         """
 
-    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def refuses(self, score: Floats) -> Mask:
         """Returns a mask of the rows that would be refused for their score even if added alone."""
         return jnp.zeros(score.shape, bool)
 
@@ -255,7 +246,7 @@ class ItemOccupancy(Occupancy):
         """
         raise ValueError(f"{type(old).__name__} does not define continuing(old)")
 
-    def demote(self, index: Int[Array, " B"]) -> Self:
+    def demote(self, index: Index) -> Self:
         """Marks the items at ``index`` as retired: they should be overwritten first.
 
         By default they are not, and a full buffer may evict items while slots of retired ones stay

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxbuf.core import native, sorting
 from jaxbuf.core.problems import Checked, differing, first_wrong
 from jaxbuf.core.random import scale_word
+from jaxbuf.core.types import Count, Floats, Index, Mask, Word, Words
 from jaxbuf.occupancy.protocol import ItemOccupancy
 
 _SHIFT = 4
@@ -50,8 +51,8 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
     """
 
     nodes: UInt[Array, "P 2"]
-    arrivals: UInt[Array, ""]
-    held: UInt[Array, ""]
+    arrivals: Word
+    held: Word
     capacity: int = struct.field(pytree_node=False)
 
     @classmethod
@@ -66,7 +67,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         )
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of live items."""
         return self.held.astype(jnp.int32)
 
@@ -81,9 +82,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         ranks = self._ranks
         return (ranks >= _LEAST) & (ranks != _FREE)
 
-    def place(
-        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
-    ) -> tuple[Self, Int[Array, " B"]]:
+    def place(self, rows: int, mask: Mask | None, score: Floats | None) -> tuple[Self, Index]:
         """Chooses free slots first, then those of the lowest items for rows that rank higher.
 
         Raises:
@@ -99,7 +98,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         held = jnp.minimum(self.held + count, jnp.uint32(self.capacity))
         return self.replace(nodes=nodes, arrivals=self.arrivals + count, held=held), slot
 
-    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def refuses(self, score: Floats) -> Mask:
         """Returns a mask of the rows that rank below all items while no slot is free."""
         root = self.nodes[_starts(self.capacity)[-2], 0]
         return (self.size == self.capacity) & (to_rank(score) < root)
@@ -113,18 +112,18 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         """Returns the number of the item at ``index``."""
         return self.nodes.at[jnp.clip(index, 0, self.capacity - 1), 1].get()
 
-    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+    def draw(self, words: Words) -> Index:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
         return scale_word(words, self.held)
 
-    def demote(self, index: Int[Array, " B"]) -> Self:
+    def demote(self, index: Index) -> Self:
         """Makes the items at ``index`` rank below all others, so that they are replaced first."""
         slot = jnp.where(self.live(index), index, self.capacity)
         item = jnp.stack([jnp.full(slot.shape, _DEMOTED), self.generation(index)], axis=-1)
         zero = _zero(self.arrivals)
         return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
-    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+    def rescore(self, index: Index, score: Floats) -> Self:
         """Sets the scores of the items at ``index``, no slot twice; their numbers stay."""
         slot = jnp.where(self.live(index), index, self.capacity)
         item = jnp.stack([to_rank(score), self.generation(index)], axis=-1)
@@ -201,7 +200,7 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
 
 
 def score_metrics(
-    score: Float[Array, " N"], live: Bool[Array, " N"], size: Int[Array, ""]
+    score: Float[Array, " N"], live: Bool[Array, " N"], size: Count
 ) -> dict[str, Array]:
     """Returns ``score_min``, ``score_max`` and ``score_mean`` of the live slots; 0 without any."""
     has_items, count = size > 0, jnp.maximum(size, 1).astype(jnp.float32)
@@ -253,7 +252,7 @@ def _empty(capacity: int) -> UInt[Array, "P 2"]:
     return jnp.tile(jnp.asarray([[_FREE, 0]], jnp.uint32), (_starts(capacity)[-1], 1))
 
 
-def _least(blocks: UInt[Array, "B K 2"], zero: UInt[Array, ""]) -> UInt[Array, "B 2"]:
+def _least(blocks: UInt[Array, "B K 2"], zero: Word) -> UInt[Array, "B 2"]:
     """Returns the lowest item of each block: the smallest rank, and the oldest among equals."""
     rank, age = blocks[..., 0], blocks[..., 1] - zero
     least = jnp.min(rank, axis=1)
@@ -261,7 +260,7 @@ def _least(blocks: UInt[Array, "B K 2"], zero: UInt[Array, ""]) -> UInt[Array, "
     return jnp.stack([least, age + zero], axis=-1)
 
 
-def _zero(arrivals: UInt[Array, ""]) -> UInt[Array, ""]:
+def _zero(arrivals: Word) -> Word:
     """Returns the oldest possible number; relative to it all numbers rise, even if they wrap."""
     return arrivals ^ jnp.uint32(1 << 31)
 
@@ -269,12 +268,12 @@ def _zero(arrivals: UInt[Array, ""]) -> UInt[Array, ""]:
 @functools.partial(jax.jit, static_argnames="capacity")
 def _place(
     nodes: UInt[Array, "P 2"],
-    arrivals: UInt[Array, ""],
-    held: UInt[Array, ""],
-    rank: UInt[Array, " B"],
-    arrival: UInt[Array, " B"],
+    arrivals: Word,
+    held: Word,
+    rank: Words,
+    arrival: Words,
     capacity: int,
-) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
+) -> tuple[UInt[Array, "P 2"], Index]:
     """Returns the nodes with these rows added, and their slots; rows of rank 0 are refused."""
     natively = functools.partial(native.place, capacity=capacity)
     plainly = functools.partial(_place_plainly, capacity)
@@ -284,11 +283,11 @@ def _place(
 def _place_plainly(
     capacity: int,
     nodes: UInt[Array, "P 2"],
-    arrivals: UInt[Array, ""],
-    held: UInt[Array, ""],
-    rank: UInt[Array, " B"],
-    arrival: UInt[Array, " B"],
-) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
+    arrivals: Word,
+    held: Word,
+    rank: Words,
+    arrival: Words,
+) -> tuple[UInt[Array, "P 2"], Index]:
     # Best first, and among equals the newest. Refused rows have rank 0 and come last.
     row = jnp.arange(rank.shape[0], dtype=jnp.int32)
     falling, order = lax.sort((~rank[::-1], row[::-1]), num_keys=1)
@@ -307,7 +306,7 @@ def _place_plainly(
 
 
 def _lowest(
-    nodes: UInt[Array, "P 2"], count: int, zero: UInt[Array, ""], capacity: int
+    nodes: UInt[Array, "P 2"], count: int, zero: Word, capacity: int
 ) -> tuple[Int[Array, " K"], UInt[Array, " K"], UInt[Array, " K"]]:
     """Returns the slots, ranks and ages of the lowest ``count`` items, lowest first.
 
@@ -334,11 +333,7 @@ def _lowest(
 
 
 def _write(
-    nodes: UInt[Array, "P 2"],
-    slot: Int[Array, " B"],
-    item: UInt[Array, "B 2"],
-    zero: UInt[Array, ""],
-    capacity: int,
+    nodes: UInt[Array, "P 2"], slot: Index, item: UInt[Array, "B 2"], zero: Word, capacity: int
 ) -> UInt[Array, "P 2"]:
     """Returns the nodes with items written to these slots; slots past the end are dropped."""
     starts, rows = _starts(capacity), slot.shape[0]

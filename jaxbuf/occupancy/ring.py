@@ -6,13 +6,14 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import native
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Count, Floats, Index, Mask, Word, Words
 from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import ItemOccupancy
 
@@ -31,9 +32,9 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         capacity: Number of slots.
     """
 
-    cursor: UInt[Array, ""]
-    lap: UInt[Array, ""]
-    held: UInt[Array, ""]
+    cursor: Word
+    lap: Word
+    held: Word
     capacity: int = struct.field(pytree_node=False)
 
     @classmethod
@@ -43,23 +44,21 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         return cls(cursor=jnp.uint32(0), lap=jnp.uint32(1), held=jnp.uint32(0), capacity=capacity)
 
     @property
-    def position(self) -> Int[Array, ""]:
+    def position(self) -> Count:
         """The slot that is written next."""
         return self.cursor.astype(jnp.int32)
 
     @property
-    def next_place(self) -> Int[Array, ""]:
+    def next_place(self) -> Count:
         """The slot that is written next."""
         return self.position
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of live items."""
         return self.held.astype(jnp.int32)
 
-    def place(
-        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
-    ) -> tuple[Self, Int[Array, " B"]]:
+    def place(self, rows: int, mask: Mask | None, score: Floats | None) -> tuple[Self, Index]:
         """Chooses consecutive slots; if there are more rows than slots, the last ones are kept."""
         del score
         capacity = jnp.uint32(self.capacity)
@@ -90,20 +89,16 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         return jnp.where(index < self.position, self.lap, self.lap - jnp.uint32(1))
 
     @native.kernel("ring_rows_to_change", "capacity")
-    def rows_to_change(
-        self, slots: Slots, wanted: Bool[Array, " B"], legal: Bool[Array, " B"]
-    ) -> tuple[Int[Array, " B"], UInt[Array, ""]]:
+    def rows_to_change(self, slots: Slots, wanted: Mask, legal: Mask) -> tuple[Index, Word]:
         """Returns the slots of rows to change, and a count of illegal ones; see ``Occupancy``."""
         return super().rows_to_change(slots, wanted, legal)
 
     @native.kernel("ring_slots_of", "capacity")
-    def slots_of(
-        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, past_end: int
-    ) -> tuple[Slots, Bool[Array, " B"]]:
+    def slots_of(self, index: Index, valid: Mask, *, past_end: int) -> tuple[Slots, Mask]:
         """Returns the names of items, and which of the ``valid`` rows have one."""
         return super().slots_of(index, valid, past_end=past_end)
 
-    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+    def draw(self, words: Words) -> Index:
         """Returns a uniformly drawn live slot for each random word; arbitrary if none is live."""
         return scale_word(words, self.held)
 
@@ -161,6 +156,6 @@ class QueueRing(Ring):
         behind = remainder(self.position - 1 - index, self.capacity)
         return (index >= 0) & (index < self.capacity) & (behind < self.size)
 
-    def take(self, count: UInt[Array, ""]) -> Self:
+    def take(self, count: Word) -> Self:
         """Returns the ring without its ``count`` oldest items."""
         return self.replace(held=self.held - count)

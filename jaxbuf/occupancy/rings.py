@@ -13,6 +13,7 @@ from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Count, Index, Integers, Mask, Word, Words
 from jaxbuf.occupancy.ages import AgeRange, Bound
 from jaxbuf.occupancy.protocol import Occupancy
 
@@ -90,12 +91,12 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return self.num_slots
 
     @property
-    def steps(self) -> Int[Array, ""]:
+    def steps(self) -> Count:
         """The number of steps held by all rings together."""
         return jnp.sum(self.held, axis=-1, dtype=jnp.uint32).astype(jnp.int32)
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of windows that can be drawn."""
         return jnp.sum(self.span()[1], axis=-1, dtype=jnp.int32)
 
@@ -174,7 +175,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         added, removed = (slots, none) if sequence_length == shorter else (none, slots)
         return self.replace(sequence_length=sequence_length), added, removed
 
-    def rows_of(self, index: Int[Array, " B"]) -> Int[Array, "B S"]:
+    def rows_of(self, index: Index) -> Int[Array, "B S"]:
         """Returns the rows of the storage with the steps of the windows at ``index``."""
         env, start = self.ring_and_start(index)
         offset = jnp.arange(self.sequence_length, dtype=jnp.int32)
@@ -188,7 +189,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         inside &= age < held.astype(jnp.int32) - self.ignored
         return inside & (age >= self.sequence_length - 1)
 
-    def age(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
+    def age(self, index: Index) -> Integers:
         """Returns the number of steps after the first step of the windows at ``index``."""
         env, start = self.ring_and_start(index)
         return remainder(self._counters(env)[0].astype(jnp.int32) - 1 - start, self.length)
@@ -200,20 +201,16 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return jnp.where(start < cursor.astype(jnp.int32), lap, lap - jnp.uint32(1))
 
     @native.kernel("rings_rows_to_change", *_SIZES)
-    def rows_to_change(
-        self, slots: Slots, wanted: Bool[Array, " B"], legal: Bool[Array, " B"]
-    ) -> tuple[Int[Array, " B"], UInt[Array, ""]]:
+    def rows_to_change(self, slots: Slots, wanted: Mask, legal: Mask) -> tuple[Index, Word]:
         """Returns the slots of rows to change, and a count of illegal ones; see ``Occupancy``."""
         return super().rows_to_change(slots, wanted, legal)
 
     @native.kernel("rings_slots_of", *_SIZES)
-    def slots_of(
-        self, index: Int[Array, " B"], valid: Bool[Array, " B"], *, past_end: int
-    ) -> tuple[Slots, Bool[Array, " B"]]:
+    def slots_of(self, index: Index, valid: Mask, *, past_end: int) -> tuple[Slots, Mask]:
         """Returns the ``Slots`` of windows, and which of the ``valid`` rows hold a live one."""
         return super().slots_of(index, valid, past_end=past_end)
 
-    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+    def draw(self, words: Words) -> Index:
         """Returns a uniformly drawn window for each random word; arbitrary if none is complete."""
         windows = AgeRange(*self.span(), self.windows_per_ring)
         return windows.at(scale_word(words, windows.total))
@@ -223,7 +220,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         """The position of the next step of each ring."""
         return (self.lap - jnp.uint32(1)) * jnp.uint32(self.length) + self.cursor
 
-    def row_of(self, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Int[Array, " B"]:
+    def row_of(self, env: Index, position: Words) -> Index:
         """Returns the rows of the storage with these steps; past the end for missing ones."""
         cursor, lap, held = self._counters(env)
         end = (lap - jnp.uint32(1)) * jnp.uint32(self.length) + cursor
@@ -232,7 +229,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         place = remainder(cursor.astype(jnp.int32) - 1 - age.astype(jnp.int32), self.length)
         return jnp.where(inside, env * self.length + place, self.num_envs * self.length)
 
-    def holds_step(self, row: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def holds_step(self, row: Index) -> Mask:
         """Returns a mask of the rows of the storage that hold a step."""
         env, place = quotient(row, self.length), remainder(row, self.length)
         cursor, _, held = (x.astype(jnp.int32) for x in self._counters(env))
@@ -241,9 +238,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         inside = (row >= 0) & (row < self.num_envs * self.length)
         return inside & (place >= first)
 
-    def first_step_of(
-        self, index: Int[Array, " B"], generation: UInt[Array, " B"]
-    ) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+    def first_step_of(self, index: Index, generation: Words) -> tuple[Index, Words]:
         """Returns the ring of each window, and the position of its first step."""
         env, start = self.ring_and_start(index)
         lap = (generation - jnp.uint32(1)) * jnp.uint32(self.length)
@@ -339,12 +334,12 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
             start = quotient(start, self.period)
         return jnp.where(mask, env * self.windows_per_ring + start, self.num_slots)
 
-    def ring_and_start(self, index: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    def ring_and_start(self, index: Index) -> tuple[Index, Index]:
         """Returns the ring of each window, and the place of its first step in it."""
         return quotient(index, self.windows_per_ring), remainder(
             index, self.windows_per_ring
         ) * self.period
 
-    def _counters(self, env: Int[Array, " B"]) -> tuple[UInt[Array, " B"], ...]:
+    def _counters(self, env: Index) -> tuple[Words, ...]:
         """Returns the cursors, laps and numbers of steps of these rings."""
         return storage.select(env, (self.cursor, self.lap, self.held))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
@@ -16,6 +16,7 @@ from jaxbuf.core.order import after
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import scale_word
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Count, Floats, Index, Integers, Mask, Words
 from jaxbuf.occupancy.ages import Bound, clip, ring_of
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
@@ -66,11 +67,11 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return cls(inner=inner, members=Bitset.create(slots))
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of members."""
         return self.members.size
 
-    def mark(self, index: Int[Array, " B"], member: Bool[Array, " B"]) -> Self:
+    def mark(self, index: Index, member: Mask) -> Self:
         """Adds slots to the members or removes them.
 
         Args:
@@ -80,26 +81,24 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """
         return self.replace(members=self.members.set(index, member))
 
-    def include(self, index: Int[Array, " B"]) -> Self:
+    def include(self, index: Index) -> Self:
         """Returns the subset with the slots at ``index`` added."""
         return self.mark(index, jnp.ones(index.shape, bool))
 
-    def exclude(self, index: Int[Array, " B"]) -> Self:
+    def exclude(self, index: Index) -> Self:
         """Returns the subset with the slots at ``index`` removed."""
         return self.mark(index, jnp.zeros(index.shape, bool))
 
-    def place(
-        self, rows: int, mask: Bool[Array, " B"] | None, score: Float[Array, " B"] | None
-    ) -> tuple[Self, Int[Array, " B"]]:
+    def place(self, rows: int, mask: Mask | None, score: Floats | None) -> tuple[Self, Index]:
         """Chooses slots of the inner occupancy for new items, which become members."""
         inner, index = self.inner.place(rows, mask, score)
         return self.replace(inner=inner).include(index), index
 
-    def refuses(self, score: Float[Array, " B"]) -> Bool[Array, " B"]:
+    def refuses(self, score: Floats) -> Mask:
         """Returns a mask of the rows that the inner occupancy would refuse."""
         return self.inner.refuses(score)
 
-    def rescore(self, index: Int[Array, " B"], score: Float[Array, " B"]) -> Self:
+    def rescore(self, index: Index, score: Floats) -> Self:
         """Sets the scores of the items at ``index`` in the inner occupancy."""
         return self.replace(inner=self.inner.rescore(index, score))
 
@@ -107,7 +106,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """Returns a mask of the slots that are members."""
         return self.members.get(index)
 
-    def holds(self, slots: Slots) -> Bool[Array, " B"]:
+    def holds(self, slots: Slots) -> Mask:
         """Returns a mask of the names whose items are still live members."""
         same = self.inner.generation(slots.index) == slots.generation
         return same & self.members.get(slots.index)
@@ -116,7 +115,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """Returns the generation of the item at ``index``, member or not."""
         return self.inner.generation(index)
 
-    def draw(self, words: UInt[Array, " B"]) -> Int[Array, " B"]:
+    def draw(self, words: Words) -> Index:
         """Returns a uniformly drawn member for each random word; arbitrary without members.
 
         A word that scales to the integer ``k`` draws the ``k``-th member.
@@ -124,9 +123,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         rank = scale_word(words, self.size)
         return self.at(rank)
 
-    def draw_where(
-        self, wanted: Bool[Array, " B"], words: UInt[Array, " B"], index: Int[Array, " B"]
-    ) -> Int[Array, " B"]:
+    def draw_where(self, wanted: Mask, words: Words, index: Index) -> Index:
         """Returns draws for the ``wanted`` rows; searches for no member if there are none."""
         draw = super().draw_where
 
@@ -158,7 +155,7 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         """Returns a subset of another occupancy with the same members."""
         return self.replace(inner=places)
 
-    def moving(self, old: Any, source: Int[Array, " B"], target: Int[Array, " B"]) -> Self:
+    def moving(self, old: Any, source: Index, target: Index) -> Self:
         """Returns this subset with those members of ``old`` that move, ``[B]``."""
         return self.replace(members=self.members.set(target, old.members.get(source)))
 
@@ -195,11 +192,11 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
             count=jnp.maximum(high - low, 0),
         )
 
-    def before(self, index: Int[Array, " B"]) -> Int[Array, " B"]:
+    def before(self, index: Index) -> Integers:
         """Returns the number of members with a smaller slot than ``index``."""
         return self.members.before(index)
 
-    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+    def at(self, rank: Integers) -> Index:
         """Returns members by their rank in the order of slots."""
         return self.members.at(rank)
 
@@ -246,18 +243,18 @@ class MemberAges:
         return self.subset.num_slots // self.count.shape[0]
 
     @property
-    def total(self) -> Int[Array, ""]:
+    def total(self) -> Count:
         """Returns the number of items."""
         return jnp.sum(self.count, dtype=jnp.int32)
 
-    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+    def at(self, rank: Integers) -> Index:
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         env, before = ring_of(self.count, rank)
         ring = jnp.stack([self.first - before, self.edge, jnp.maximum(self.size, 1)], axis=-1)
         shift, edge, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
         return self.subset.at(edge + remainder(rank + shift, size))
 
-    def contains(self, index: Int[Array, " B"]) -> Bool[Array, " B"]:
+    def contains(self, index: Index) -> Mask:
         """Returns whether the items at these slots are in the range."""
         ring = jnp.stack([self.first + self.edge, self.count, jnp.maximum(self.size, 1)], axis=-1)
         env = quotient(index, self.most)
@@ -266,5 +263,5 @@ class MemberAges:
         return self.subset.live(index) & (rank < count)
 
 
-def _rows(table: Int[Array, "E 3"], ring: Int[Array, " B"]) -> Int[Array, "B 3"]:
+def _rows(table: Int[Array, "E 3"], ring: Index) -> Int[Array, "B 3"]:
     return table.at[ring].get(mode="clip")

@@ -12,11 +12,12 @@ from typing import Any, NoReturn, Self
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Float, UInt
 
 from jaxbuf.core import checks, numbers, sizes, storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
+from jaxbuf.core.types import Count, Flag, Number, Word
 
 # A ratio is stored as a fraction with at most this denominator, so that no rounding accumulates.
 _DENOMINATOR = 1000
@@ -26,7 +27,7 @@ _MOST = 2**30 - 1
 _ROUNDING = 1e-6
 _MOST_ITEMS = 2**31 - 1
 
-_Count = int | Int[Array, ""] | UInt[Array, ""]
+_Count = int | Count | Word
 
 
 def _check_counts(_: object, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class RateLimiter(Described):
         Cassirer et al., Reverb: A Framework for Experience Replay, 2021, section 3.3.
     """
 
-    error: Int[Array, ""]
+    error: Count
     counters: UInt[Array, " 2"]
     numerator: int = struct.field(pytree_node=False)
     denominator: int = struct.field(pytree_node=False)
@@ -157,7 +158,7 @@ class RateLimiter(Described):
         )
 
     @program(before=_check_counts)
-    def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
+    def can_insert(self, size: _Count, count: _Count = 1) -> Flag:
         """Returns whether ``count`` items may be inserted into a buffer that holds ``size``."""
         few = _integer(count, "count") <= self.min_size - _integer(size, "size")
         bound = self.range[1] * self.denominator
@@ -166,7 +167,7 @@ class RateLimiter(Described):
         return few | (self._shifted(count, self.numerator) <= math.floor(bound + _ROUNDING))
 
     @program(before=_check_counts)
-    def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
+    def can_sample(self, size: _Count, count: _Count = 1) -> Flag:
         """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         enough = _integer(size, "size") >= self.min_size
         bound = self.range[0] * self.denominator
@@ -209,7 +210,7 @@ class RateLimiter(Described):
             most = max(high, self.min_size * ratio) - low
         return math.floor(most + _ROUNDING) if math.isfinite(most) else most
 
-    def _shifted(self, count: _Count, step: int) -> Int[Array, ""]:
+    def _shifted(self, count: _Count, step: int) -> Count:
         """Returns the error after ``count`` changes by ``step``, saturated."""
         count = jnp.minimum(_integer(count, "count"), _MOST // abs(step))
         return jnp.clip(self.error + count * jnp.int32(step), -_MOST, _MOST)
@@ -295,7 +296,7 @@ class ThroughputLimiter(Described):
         )
 
     @program(before=_check_counts)
-    def can_insert(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
+    def can_insert(self, size: _Count, count: _Count = 1) -> Flag:
         """Returns whether ``count`` items may be inserted; True without recent samples."""
         del size
         inserts, samples = self.counts[0], self.counts[1]
@@ -303,7 +304,7 @@ class ThroughputLimiter(Described):
         return (samples < 1e-5) | (low * (inserts + _float(count)) <= samples)
 
     @program(before=_check_counts)
-    def can_sample(self, size: _Count, count: _Count = 1) -> Bool[Array, ""]:
+    def can_sample(self, size: _Count, count: _Count = 1) -> Flag:
         """Returns whether ``count`` items may be sampled from a buffer that holds ``size``."""
         inserts, samples = self.counts[0], self.counts[1]
         enough = _float(size, "size") >= jnp.float32(self.min_batches) * _float(count)
@@ -323,7 +324,7 @@ class ThroughputLimiter(Described):
         return self.replace(counts=self.counts.at[1].add(_float(count)))
 
     @program(before=_check_counts)
-    def after(self, seconds: float | Float[Array, ""]) -> Self:
+    def after(self, seconds: float | Number) -> Self:
         """Returns the limiter ``seconds`` later; a negative time or NaN counts as 0."""
         passed = storage.check_rows(seconds, "seconds", (), np.float32, "one number")
         passed = jnp.where(passed > 0, passed, 0.0)
@@ -372,7 +373,7 @@ def _check_count(number: object, name: str) -> object:
     return np.int32(number)
 
 
-def _integer(number: object, name: str) -> Int[Array, ""]:
+def _integer(number: object, name: str) -> Count:
     """Converts a number of items to int32; a negative number in an array becomes 0.
 
     Raises:
@@ -392,5 +393,5 @@ def _integer(number: object, name: str) -> Int[Array, ""]:
     return jnp.clip(array, 0, most).astype(jnp.int32)
 
 
-def _float(number: object, name: str = "count") -> Float[Array, ""]:
+def _float(number: object, name: str = "count") -> Number:
     return _integer(number, name).astype(jnp.float32)

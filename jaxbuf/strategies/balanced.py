@@ -4,12 +4,12 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Int, UInt
 
 from jaxbuf.core import checks
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import random_words, scale_word
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Floats, Index, Key, State
 from jaxbuf.occupancy.ages import in_part, ring_of
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
@@ -60,7 +60,7 @@ class Balanced(KnownSampler):
         super().__post_init__()
         checks.settle(self, checks.check_flag, "replacement")
 
-    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` windows, ordered by environment."""
         del state
         ages = occupancy.age_range(None, None)
@@ -91,9 +91,7 @@ class Balanced(KnownSampler):
         valid = row < jnp.sum(count, dtype=jnp.int32)
         return Draw(index, _probability(windows, env), valid)
 
-    def probability(
-        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
+    def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live windows."""
         del state
         ages = occupancy.age_range(None, None)
@@ -121,7 +119,7 @@ class Balanced(KnownSampler):
         return {"effective_sample_size": size}
 
 
-def _probability(windows: Int[Array, " E"], env: Int[Array, " B"]) -> Float[Array, " B"]:
+def _probability(windows: Int[Array, " E"], env: Index) -> Floats:
     """Returns the probability of a single window of each of these environments."""
     envs = jnp.maximum(jnp.sum(windows > 0, dtype=jnp.int32), 1).astype(jnp.float32)
     number = jnp.maximum(windows.at[env].get(mode="clip"), 1).astype(jnp.float32)

@@ -8,14 +8,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
 from jaxbuf.core.hyperparameters import Varying, changed, ndim
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
-from jaxbuf.core.types import Function, State
+from jaxbuf.core.types import Floats, Function, Index, Key, State, Word
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import effective_size, ends, interval_of, over
 from jaxbuf.strategies.moves import Moves
@@ -142,8 +142,8 @@ class Blend(KnownSampler):
     def on_change(
         self,
         state: tuple[State, ...],
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
+        added: Index,
+        value: Floats | None,
         removed: Int[Array, " R"],
     ) -> tuple[State, ...]:
         """Updates the states of all samplers."""
@@ -153,7 +153,7 @@ class Blend(KnownSampler):
         )
 
     def set_priority(
-        self, state: tuple[State, ...], index: Int[Array, " B"], value: Float[Array, " B"]
+        self, state: tuple[State, ...], index: Index, value: Floats
     ) -> tuple[State, ...]:
         """Sets the priorities (or scores) for all samplers that use them."""
         return tuple(
@@ -161,7 +161,7 @@ class Blend(KnownSampler):
             for sampler, inner in self._pairs(state)
         )
 
-    def on_draw(self, state: tuple[State, ...], index: Int[Array, " B"]) -> tuple[State, ...]:
+    def on_draw(self, state: tuple[State, ...], index: Index) -> tuple[State, ...]:
         """Updates all samplers after any of them drew these items."""
         return tuple(sampler.on_draw(inner, index) for sampler, inner in self._pairs(state))
 
@@ -184,11 +184,7 @@ class Blend(KnownSampler):
         return changed(self, samplers=samplers)
 
     def draw(
-        self,
-        state: tuple[State, ...],
-        key: PRNGKeyArray,
-        batch_size: int,
-        occupancy: Occupancy,
+        self, state: tuple[State, ...], key: Key, batch_size: int, occupancy: Occupancy
     ) -> Draw:
         """Draws ``batch_size`` items, each by one of the samplers."""
         own_key, *keys = jax.random.split(key, len(self.samplers) + 1)
@@ -206,9 +202,7 @@ class Blend(KnownSampler):
         probability = self.in_batch(batch_size)._blended(weights, state, index, occupancy)
         return Draw(after(index, probability), probability, valid)
 
-    def probability(
-        self, state: tuple[State, ...], index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
+    def probability(self, state: tuple[State, ...], index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
         counts = [sampler.support(inner, occupancy).count for sampler, inner in self._pairs(state)]
         return self._blended(self._scaled_weights(jnp.stack(counts) > 0), state, index, occupancy)
@@ -259,9 +253,9 @@ class Blend(KnownSampler):
         self,
         weights: Float[Array, " K"],
         state: tuple[State, ...],
-        index: Int[Array, " B"],
+        index: Index,
         occupancy: Occupancy,
-    ) -> Float[Array, " B"]:
+    ) -> Floats:
         """Returns the sum of the probabilities under all samplers, with these weights."""
         total = jnp.zeros(index.shape, jnp.float32)
         for i, (sampler, inner) in enumerate(self._pairs(state)):
@@ -308,7 +302,7 @@ def _uses_value(sampler: Sampler) -> bool:
     return sampler.uses_priority or sampler.uses_score
 
 
-def _assign_rows(weights: Float[Array, " K"], word: UInt[Array, ""], rows: int) -> Int[Array, " B"]:
+def _assign_rows(weights: Float[Array, " K"], word: Word, rows: int) -> Index:
     """Returns the sampler of each row. Each gets its share of the rows, rounded up or down.
 
     Points at equal distances on a circle, turned by a random angle, belong to the sampler in whose

@@ -6,10 +6,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int
 
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.seldom import if_needed
+from jaxbuf.core.types import Arrays, Count, Index, Key, Mask
 
 Scratch = TypeVar("Scratch")
 
@@ -19,15 +20,15 @@ _MOST_IDLE = 64
 
 
 def distinct(
-    key: PRNGKeyArray,
+    key: Key,
     batch_size: int,
-    count: Int[Array, ""],
+    count: Count,
     scratch: Scratch,
     propose: Callable[..., Int[Array, " P"]],
-    remove: Callable[[Scratch, Int[Array, " B"]], Scratch] | None,
+    remove: Callable[[Scratch, Index], Scratch] | None,
     capacity: int,
-    *context: PyTree[Array],
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    *context: Arrays,
+) -> tuple[Index, Mask]:
     """Draws ``count`` different items.
 
     Drawing with replacement and discarding repeated items gives the same distribution, and a whole
@@ -61,13 +62,8 @@ def distinct(
     chosen, filled = first_distinct(first, count, capacity, size=batch_size)
 
     def redraw(
-        key: PRNGKeyArray,
-        count: Array,
-        filled: Array,
-        chosen: Array,
-        scratch: Scratch,
-        *context: PyTree[Array],
-    ) -> Int[Array, " B"]:
+        key: Key, count: Array, filled: Array, chosen: Array, scratch: Scratch, *context: Arrays
+    ) -> Index:
         def unfinished(carry: tuple[Array, Array, Array, Array, Scratch]) -> Array:
             _, idle, filled, *_ = carry
             return (filled < count) & (idle < _MOST_IDLE)
@@ -96,8 +92,8 @@ def distinct(
 
 
 def first_distinct(
-    numbers: Int[Array, " P"], count: Int[Array, ""], bound: int, *, size: int
-) -> tuple[Int[Array, " S"], Int[Array, ""]]:
+    numbers: Int[Array, " P"], count: Count, bound: int, *, size: int
+) -> tuple[Int[Array, " S"], Count]:
     """Finds the first ``count`` different numbers below ``bound``, in order of appearance.
 
     Returns:

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, fields
 from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Mask
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.ranking import to_rank
 from jaxbuf.strategies.moves import Moves
@@ -30,7 +31,7 @@ WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]
 # Sort keys larger than that of any score.
 _LOW, _NOT_OFFERED = np.uint32(2**32 - 2), np.uint32(2**32 - 1)
-Field = str | Callable[[PyTree[Array]], PyTree[Array]]
+Field = str | Callable[[Arrays], Arrays]
 
 
 class DiversityState(struct.PyTreeNode):
@@ -135,7 +136,7 @@ class Diversity(Part):
         checks.check_choice("within_batch", self.within_batch, get_args(WithinBatch))
         checks.check_choice("active", self.active, get_args(Active))
 
-    def init(self, data: PyTree[Array], slots: int) -> DiversityState:
+    def init(self, data: Arrays, slots: int) -> DiversityState:
         """Returns the state of an empty buffer.
 
         Raises:
@@ -147,11 +148,11 @@ class Diversity(Part):
             raise ValueError(f"field {self.field!r} gives no numbers; there is nothing to compare")
         return DiversityState(Points.create(slots, point.shape[1], point.dtype))
 
-    def points(self, items: PyTree[Array]) -> Shaped[Array, "B D"]:
+    def points(self, items: Arrays) -> Shaped[Array, "B D"]:
         """Returns the compared part of each item: finite numbers, or words of their bits."""
         words = self.ball(items).words
 
-        def of(item: PyTree[Array]) -> Shaped[Array, " D"]:
+        def of(item: Arrays) -> Shaped[Array, " D"]:
             leaves = self._leaves(item)
             if words:
                 return jnp.concatenate([_bits(leaf, words) for leaf in leaves])
@@ -159,7 +160,7 @@ class Diversity(Part):
 
         return jax.vmap(of)(items)
 
-    def ball(self, items: PyTree[Array]) -> Ball:
+    def ball(self, items: Arrays) -> Ball:
         """Returns the ball of the points that are too near to one, for ``points`` of such items."""
         if self.cutoff < 0 or (self.cutoff > 0 and self.p > 0):
             return Ball(max(self.cutoff, 0.0), self.p)
@@ -168,7 +169,7 @@ class Diversity(Part):
 
     def refuse(
         self, state: DiversityState, rows: Rows, occupancy: ItemOccupancy
-    ) -> dict[str, Bool[Array, " B"]]:
+    ) -> dict[str, Mask]:
         """Returns masks of the rows that have a NaN, rank too low or are too close to others."""
         assert rows.score is not None
         points, ball = self.points(rows.items), self.ball(rows.items)
@@ -187,12 +188,12 @@ class Diversity(Part):
         """Moves the points."""
         return DiversityState(empty.points.set(moves.target, state.points.get(moves.source)))
 
-    def on_add(self, state: DiversityState, index: Int[Array, " B"], rows: Rows) -> DiversityState:
+    def on_add(self, state: DiversityState, index: Index, rows: Rows) -> DiversityState:
         """Stores the compared parts of the new items at ``index``."""
         return state.replace(points=state.points.set(index, self.points(rows.items)))
 
     def on_write(
-        self, state: DiversityState, index: Int[Array, " B"], rows: Rows, path: str | None
+        self, state: DiversityState, index: Index, rows: Rows, path: str | None
     ) -> DiversityState:
         """Stores the compared parts of changed items."""
         # What a function of an item depends on is not known.
@@ -202,7 +203,7 @@ class Diversity(Part):
         return self.on_add(state, index, rows)
 
     def check_valid(
-        self, state: DiversityState, name: str, live: NDArray[np.bool_], data: PyTree[Array]
+        self, state: DiversityState, name: str, live: NDArray[np.bool_], data: Arrays
     ) -> Iterator[str]:
         """Checks that the points of the filter are those of the items."""
         slot = jnp.arange(live.size, dtype=jnp.int32)
@@ -232,10 +233,10 @@ class Diversity(Part):
         state: DiversityState,
         points: Shaped[Array, "B D"],
         ball: Ball,
-        score: Float[Array, " B"],
-        offered: Bool[Array, " B"],
+        score: Floats,
+        offered: Mask,
         occupancy: ItemOccupancy,
-    ) -> Int[Array, " B"]:
+    ) -> Index:
         """Returns the number of the reason to refuse each offered row, or 0."""
         active = jnp.bool_(True)
         if self.active == "full":
@@ -265,10 +266,10 @@ class Diversity(Part):
         reason = jnp.where(low, 1, reason)
         return jnp.zeros_like(reason).at[order].set(reason, unique_indices=True)
 
-    def _incomparable(self, items: PyTree[Array], ball: Ball) -> Bool[Array, " B"]:
+    def _incomparable(self, items: Arrays, ball: Ball) -> Mask:
         """Returns a mask of the items with a coordinate that cannot be compared."""
 
-        def of(item: PyTree[Array]) -> Bool[Array, ""]:
+        def of(item: Arrays) -> Flag:
             masks = [jnp.any(jnp.isnan(x)) for x in self._leaves(item) if _is_float(x)]
             if self.cutoff > 0 and not ball.words:
                 masks += [jnp.any(_is_coarse(x, self.cutoff)) for x in self._leaves(item)]
@@ -290,9 +291,7 @@ class Diversity(Part):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _add_again(
-    part: Diversity, state: DiversityState, index: Int[Array, " B"], rows: Rows
-) -> DiversityState:
+def _add_again(part: Diversity, state: DiversityState, index: Index, rows: Rows) -> DiversityState:
     return part.on_add(state, index, rows)
 
 
@@ -331,9 +330,7 @@ def _is_coarse(x: Shaped[Array, " n"], cutoff: float) -> Bool[Array, " n"]:
     return above | (x < jnp.asarray(max(-bound, info.min), x.dtype))
 
 
-def _near_added(
-    ranked: Points, candidates: Bool[Array, " B"], count: Int[Array, ""], ball: Ball
-) -> Bool[Array, " B"]:
+def _near_added(ranked: Points, candidates: Mask, count: Count, ball: Ball) -> Mask:
     """Returns a mask of the rows, sorted best first, that are near a higher one that is added."""
     rows, height = ranked.capacity, ranked.height
     limit = jnp.float32(ball.limit)
@@ -382,7 +379,7 @@ def _parts(field: Field | tuple[Field, ...] | None) -> tuple[Field, ...]:
     return field if isinstance(field, tuple) else (field,)
 
 
-def _get(item: PyTree[Array], part: Field) -> PyTree[Array]:
+def _get(item: Arrays, part: Field) -> Arrays:
     """Returns the field of an item at a dotted path, or the result of a function of the item.
 
     Raises:

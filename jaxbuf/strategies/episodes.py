@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 from jaxbuf.core import checks, fields, sizes, storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
+from jaxbuf.core.types import Arrays, Index, Integers, Mask, Word, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves
@@ -150,7 +151,7 @@ class Episodes(Part):
             object.__setattr__(self, "reasons", ("refused_across_episodes",))
         object.__setattr__(self, "removes", self.boundary == "avoid" or self.period > 1)
 
-    def init_windows(self, data: PyTree[Array], rings: Rings) -> "EpisodeIndex":
+    def init_windows(self, data: Arrays, rings: Rings) -> "EpisodeIndex":
         """Returns the index of empty rings.
 
         Args:
@@ -195,7 +196,7 @@ class Episodes(Part):
         del index
         return state.extend(rows.items, rows.rings, rows.target, rows.mask)
 
-    def check_write(self, path: str | None, data: PyTree[Array], *, every: bool) -> None:
+    def check_write(self, path: str | None, data: Arrays, *, every: bool) -> None:
         """Refuses changes of the flags, and of single rewards whose returns are recorded.
 
         Raises:
@@ -217,11 +218,7 @@ class Episodes(Part):
             )
 
     def on_map(
-        self,
-        state: "EpisodeIndex",
-        data: PyTree[Array],
-        occupancy: Occupancy | Rings,
-        path: str | None,
+        self, state: "EpisodeIndex", data: Arrays, occupancy: Occupancy | Rings, path: str | None
     ) -> "EpisodeIndex":
         """Recomputes the returns if the rewards of all steps have changed."""
         assert isinstance(occupancy, Rings)
@@ -248,7 +245,7 @@ class Episodes(Part):
         """The recurrence that computes returns."""
         return RECURRENCES[self.recurrence](self.discount, self.default_return)
 
-    def flags(self, steps: PyTree[Array]) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
+    def flags(self, steps: Arrays) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
         """Returns masks of the rows that terminated and of the last rows of episodes."""
         terminated = fields.find(steps, self.terminated)
         if self.last is not None:
@@ -258,9 +255,7 @@ class Episodes(Part):
             return terminated, terminated
         return terminated, terminated | fields.find(steps, truncated)
 
-    def truncate(
-        self, data: PyTree[Array], row: Int[Array, " E"]
-    ) -> tuple[PyTree[Array], list[str]]:
+    def truncate(self, data: Arrays, row: Int[Array, " E"]) -> tuple[Arrays, list[str]]:
         """Sets the flags of steps at which episodes are truncated.
 
         Args:
@@ -278,7 +273,7 @@ class Episodes(Part):
             data = fields.replace(data, path, flags)
         return data, paths
 
-    def rewards(self, steps: PyTree[Array]) -> Float[Array, "..."]:
+    def rewards(self, steps: Arrays) -> Float[Array, "..."]:
         """Returns the clipped rewards."""
         rewards = fields.find(steps, self.reward).astype(jnp.float32)
         return rewards if self.reward_clip is None else jnp.clip(rewards, *self.reward_clip)
@@ -319,7 +314,7 @@ class EpisodeIndex(struct.PyTreeNode):
 
     def extend(
         self,
-        steps: PyTree[Array],
+        steps: Arrays,
         rings: Rings,
         target: Int[Array, "E T"],
         mask: Bool[Array, "E T"] | None,
@@ -366,13 +361,7 @@ class EpisodeIndex(struct.PyTreeNode):
             index = index.replace(returns=new.values, pending=new.pending, cut=new.cut)
         return index
 
-    def episode(
-        self,
-        rings: Rings,
-        env: Int[Array, " B"],
-        position: UInt[Array, " B"],
-        steps: PyTree[Array],
-    ) -> "Episode":
+    def episode(self, rings: Rings, env: Index, position: Words, steps: Arrays) -> "Episode":
         """Looks up the episodes of single steps.
 
         Args:
@@ -399,20 +388,14 @@ class EpisodeIndex(struct.PyTreeNode):
             else None,
         )
 
-    def _to_end(
-        self,
-        rings: Rings,
-        env: Int[Array, " B"],
-        position: UInt[Array, " B"],
-        row: Int[Array, " B"],
-    ) -> Int[Array, " B"]:
+    def _to_end(self, rings: Rings, env: Index, position: Words, row: Index) -> Index:
         """Returns the number of held steps of the episode after each stored step."""
         ahead = (rings.end.at[env].get(mode="clip") - jnp.uint32(1) - position).astype(jnp.int32)
         length = rings.length
         bits = (length - 1).bit_length()
         start = row - remainder(row, length)
 
-        def halve(i: Array, distance: Int[Array, " B"]) -> Int[Array, " B"]:
+        def halve(i: Array, distance: Index) -> Integers:
             candidate = distance + (jnp.int32(1) << (bits - 1 - i))
             same = self.steps_before(start + remainder(row + candidate, length)) >= candidate
             return jnp.where((candidate <= ahead) & same, candidate, distance)
@@ -420,9 +403,7 @@ class EpisodeIndex(struct.PyTreeNode):
         begin = vary_with(jnp.zeros_like(row), self.behind)
         return lax.fori_loop(0, bits, halve, begin)
 
-    def _ended(
-        self, rings: Rings, env: Int[Array, " B"], position: UInt[Array, " B"]
-    ) -> Bool[Array, " B"]:
+    def _ended(self, rings: Rings, env: Index, position: Words) -> Mask:
         """Returns whether an episode ended with each stored step."""
         after = rings.row_of(env, position + jnp.uint32(1))
         newest = position + jnp.uint32(1) == rings.end.at[env].get(mode="clip")
@@ -432,7 +413,7 @@ class EpisodeIndex(struct.PyTreeNode):
             (after < self.behind.size) & (self.steps_before(after) == 0),
         )
 
-    def _terminated(self, row: Int[Array, " B"], steps: PyTree[Array]) -> Int[Array, " B"]:
+    def _terminated(self, row: Index, steps: Arrays) -> Index:
         """Returns the number of steps since the last one that terminated, or else the first."""
         if self.episodes.last is not None:
             return storage.read(self.since, row)
@@ -440,7 +421,7 @@ class EpisodeIndex(struct.PyTreeNode):
         flags = storage.read(terminated, row)
         return jnp.where(flags, 0, self.steps_before(row))
 
-    def in_episode(self, rings: Rings, index: Int[Array, " B"]) -> Bool[Array, "B S"]:
+    def in_episode(self, rings: Rings, index: Index) -> Bool[Array, "B S"]:
         """Returns a mask of the steps of windows in the episode of the window's first step."""
         rows = rings.rows_of(index)
         behind = self.steps_before(rows.reshape(-1)).reshape(rows.shape)
@@ -449,7 +430,7 @@ class EpisodeIndex(struct.PyTreeNode):
         return (behind >= offset) & (offset <= rings.age(index)[:, None])
 
     def completed(
-        self, rings: Rings, steps: PyTree[Array], count: Int[Array, " E"], most: int
+        self, rings: Rings, steps: Arrays, count: Int[Array, " E"], most: int
     ) -> "Completed":
         """Returns the windows that the newest steps of each ring have completed.
 
@@ -496,7 +477,7 @@ class EpisodeIndex(struct.PyTreeNode):
             refused=jnp.sum(refused, dtype=jnp.uint32),
         )
 
-    def recomputed(self, rings: Rings, steps: PyTree[Array]) -> Self:
+    def recomputed(self, rings: Rings, steps: Arrays) -> Self:
         """Returns the index with the returns recomputed from the rewards of the stored steps.
 
         Args:
@@ -531,7 +512,7 @@ class EpisodeIndex(struct.PyTreeNode):
             cut=self.cut & ~mask,
         )
 
-    def steps_before(self, row: Int[Array, " B"]) -> Int[Array, " B"]:
+    def steps_before(self, row: Index) -> Integers:
         """Returns the number of steps between the start of its episode and each stored step."""
         return storage.read(self.behind, row)
 
@@ -605,10 +586,10 @@ class Completed(NamedTuple):
     end: Int[Array, "E H"]
     short: Bool[Array, "E H"]
     broken: Int[Array, "E T"]
-    refused: UInt[Array, ""]
+    refused: Word
 
 
-def _check(data: PyTree[Array], path: str, name: str, kind: type[np.generic]) -> None:
+def _check(data: Arrays, path: str, name: str, kind: type[np.generic]) -> None:
     """Raises ValueError if a path does not lead to a single bool, or float, of a step."""
     array = fields.need(data, path, f"episodes.{name}", "the example has")
     if not isinstance(array, jax.Array | np.ndarray | jax.ShapeDtypeStruct):

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Int, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, counters, sizes, storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient
 from jaxbuf.core.problems import first_wrong
+from jaxbuf.core.types import Arrays, Count, Flag, Index, Mask, Word
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Moves
@@ -57,16 +58,16 @@ class FreshnessState(struct.PyTreeNode):
     counters: UInt[Array, " 4"]
 
     @property
-    def version(self) -> Int[Array, ""]:
+    def version(self) -> Count:
         """The learner's version."""
         return self.count("version").astype(jnp.int32)
 
     @property
-    def session(self) -> Int[Array, ""]:
+    def session(self) -> Count:
         """The learner's session."""
         return self.count("session").astype(jnp.int32)
 
-    def count(self, name: str) -> UInt[Array, ""]:
+    def count(self, name: str) -> Word:
         """Returns the counter of this name."""
         return counters.column(_COUNTERS, self.counters, name)
 
@@ -140,7 +141,7 @@ class Freshness(Part):
             if getattr(self, name) is not None:
                 checks.settle(self, sizes.check_count, name, least=least, most=2**31 - 1)
 
-    def init(self, data: PyTree[Array], slots: int) -> FreshnessState:
+    def init(self, data: Arrays, slots: int) -> FreshnessState:
         """Returns the state without uses, and with the learner at version 0 of session 0."""
         del data
         return FreshnessState(
@@ -151,11 +152,7 @@ class Freshness(Part):
         )
 
     def on_version(
-        self,
-        state: FreshnessState,
-        version: Int[Array, ""],
-        session: Int[Array, ""] | None,
-        size: Int[Array, ""],
+        self, state: FreshnessState, version: Count, session: Count | None, size: Count
     ) -> FreshnessState:
         """Sets the learner's version; if the session changes, all present items are too stale."""
         del size
@@ -177,7 +174,7 @@ class Freshness(Part):
         state = state.replace(oldest=jnp.where(recheck, _TOO_OLD, state.oldest))
         return state.more(**change)
 
-    def floor(self, version: Int[Array, ""]) -> Int[Array, ""]:
+    def floor(self, version: Count) -> Count:
         """Returns the oldest version that is not too stale for a learner at ``version``."""
         if self.max_staleness is None:
             return jnp.int32(-_NEVER)
@@ -187,14 +184,14 @@ class Freshness(Part):
 
     def refuse(
         self, state: FreshnessState, rows: Rows, occupancy: ItemOccupancy
-    ) -> dict[str, Bool[Array, " B"]]:
+    ) -> dict[str, Mask]:
         """Returns a mask of the rows that are too stale already, or of another session."""
         del occupancy
         if rows.session is None and (rows.version is None or self.max_staleness is None):
             return {}
         return {"refused_stale": self._versions(state, rows) < self.floor(state.version)}
 
-    def on_add(self, state: FreshnessState, index: Int[Array, " B"], rows: Rows) -> FreshnessState:
+    def on_add(self, state: FreshnessState, index: Index, rows: Rows) -> FreshnessState:
         """Records the versions of new items, with no uses."""
         return self._recorded(state, index, rows)
 
@@ -217,13 +214,13 @@ class Freshness(Part):
         """Returns the versions and the uses of the items at ``index``."""
         return storage.select(index, (state.versions, state.uses))
 
-    def on_remove(self, state: FreshnessState, index: Int[Array, " B"]) -> FreshnessState:
+    def on_remove(self, state: FreshnessState, index: Index) -> FreshnessState:
         """Forgets the uses of windows: one can be completed again, by other steps than before."""
         return state.replace(uses=state.uses.at[index].set(0, mode="drop"))
 
     def on_use(
-        self, state: FreshnessState, index: Int[Array, " B"], taken: Bool[Array, " B"]
-    ) -> tuple[FreshnessState, Bool[Array, " B"] | None]:
+        self, state: FreshnessState, index: Index, taken: Mask
+    ) -> tuple[FreshnessState, Mask | None]:
         """Counts uses, and returns a mask of the items that have now been used often enough."""
         # Counts stop at the largest int32. The update therefore comes after a read of the uses, and
         # after other readers such as ``Statistics`` (see ``core.order``).
@@ -234,7 +231,7 @@ class Freshness(Part):
             return state, None
         return state, taken & (storage.select(index, uses) >= self.max_use)
 
-    def may_retire(self, state: FreshnessState) -> Bool[Array, ""]:
+    def may_retire(self, state: FreshnessState) -> Flag:
         """Returns whether any item can be too stale."""
         return jnp.min(state.oldest) < self.floor(state.version)
 
@@ -264,7 +261,7 @@ class Freshness(Part):
         return block[:, None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None]
 
     def on_retire(
-        self, state: FreshnessState, index: Int[Array, " B"], count: UInt[Array, ""], *, event: str
+        self, state: FreshnessState, index: Index, count: Word, *, event: str
     ) -> FreshnessState:
         """Counts the items that retired, and forgets the versions that were too old."""
         if event == "use":
@@ -274,7 +271,7 @@ class Freshness(Part):
         versions = state.versions.at[index].set(_TOO_OLD, mode="drop")
         return state.replace(versions=versions).more(retired_stale=count)
 
-    def known(self, state: FreshnessState, index: Int[Array, " B"]) -> dict[str, Array]:
+    def known(self, state: FreshnessState, index: Index) -> dict[str, Array]:
         """Returns the number of uses and the staleness of items."""
         version, uses = self.read(state, index)
         return {"use_count": uses, "staleness": state.version - version}
@@ -312,7 +309,7 @@ class Freshness(Part):
         }
 
     def check_valid(
-        self, state: FreshnessState, name: str, live: NDArray[np.bool_], data: PyTree[Array]
+        self, state: FreshnessState, name: str, live: NDArray[np.bool_], data: Arrays
     ) -> Iterator[str]:
         """Checks that no live item should have retired."""
         del data

@@ -9,19 +9,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.core import native
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.types import Arrays, Count, Floats, Index, Key, Mask, Number, Words
 from jaxbuf.strategies.distinct import distinct
 
 
 def set_masses(
-    masses: SegmentTree,
-    added: Int[Array, " B"],
-    mass: Float[Array, " B"],
-    removed: Int[Array, " R"],
+    masses: SegmentTree, added: Index, mass: Floats, removed: Int[Array, " R"]
 ) -> SegmentTree:
     """Returns the tree with the masses of new items, and zero for removed ones, at once.
 
@@ -33,14 +31,12 @@ def set_masses(
     return masses.set(jnp.concatenate([added, removed]), jnp.concatenate([mass, zeros]))
 
 
-def remove_masses(masses: SegmentTree, index: Int[Array, " B"]) -> SegmentTree:
+def remove_masses(masses: SegmentTree, index: Index) -> SegmentTree:
     """Returns the tree with zero mass at ``index``."""
     return masses.set(index, jnp.zeros(index.shape, jnp.float32))
 
 
-def draw_by_mass(
-    key: PRNGKeyArray, rows: int, masses: SegmentTree, *, stratified: bool = False
-) -> Int[Array, " B"]:
+def draw_by_mass(key: Key, rows: int, masses: SegmentTree, *, stratified: bool = False) -> Index:
     """Draws items with replacement, in proportion to their masses; some mass must be positive.
 
     Args:
@@ -60,13 +56,13 @@ def draw_by_mass(
 
 
 def draw_distinct(
-    key: PRNGKeyArray,
+    key: Key,
     rows: int,
-    count: Int[Array, ""],
+    count: Count,
     masses: SegmentTree,
     propose: Callable[..., Int[Array, " P"]] = draw_by_mass,
-    *context: PyTree[Array],
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    *context: Arrays,
+) -> tuple[Index, Mask]:
     """Draws different items, each in proportion to the masses of the items that are left.
 
     Args:
@@ -94,12 +90,8 @@ def draw_distinct(
 
 
 def points(
-    word: UInt[Array, " B"],
-    low: UInt[Array, " B"] | None,
-    total: Float[Array, ""],
-    *,
-    stratified: bool,
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    word: Words, low: Words | None, total: Number, *, stratified: bool
+) -> tuple[Floats, Floats]:
     """Returns random points in ``[0, total)``, and an offset to refine each of them.
 
     Points lie on a grid: the numerator of a point, its stratum followed by random bits, has the 24
@@ -116,14 +108,8 @@ def points(
 
 @native.kernel("points")
 def _points(
-    word: UInt[Array, " B"],
-    low: UInt[Array, " B"],
-    total: Float[Array, ""],
-    *,
-    bits: int,
-    strata: int,
-    shift: int,
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    word: Words, low: Words, total: Number, *, bits: int, strata: int, shift: int
+) -> tuple[Floats, Floats]:
     """Returns points made of the highest ``bits``; offsets of ``low`` without its top ``shift``."""
     high = word >> jnp.uint32(32 - bits)
     if strata > 1:
@@ -140,12 +126,8 @@ def _points(
 
 
 def points_of_shards(
-    end: Float[Array, " S"],
-    word: UInt[Array, " B"],
-    low: UInt[Array, " B"] | None,
-    *,
-    stratified: bool,
-) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+    end: Float[Array, " S"], word: Words, low: Words | None, *, stratified: bool
+) -> tuple[Index, Floats, Floats]:
     """Returns random points in the total mass: their shards, points in these, and offsets.
 
     Args:
@@ -171,8 +153,8 @@ def ends(total: Float[Array, " S"]) -> Float[Array, " S"]:
 
 
 def interval_of(
-    end: Float[Array, " S"] | Int[Array, " S"], point: Float[Array, " B"] | Int[Array, " B"]
-) -> tuple[Int[Array, " B"], Float[Array, " B"] | Int[Array, " B"]]:
+    end: Float[Array, " S"] | Int[Array, " S"], point: Floats | Index
+) -> tuple[Index, Floats | Index]:
     """Returns the interval, such as that of a shard, of each point, and the offset in it.
 
     A point at the total or beyond, as a result of rounding, lies in the last interval that is not
@@ -187,7 +169,7 @@ def interval_of(
     return index, point - begin[index]
 
 
-def draw_shards(size: Int[Array, " S"], key: PRNGKeyArray, batch_size: int) -> Int[Array, " B"]:
+def draw_shards(size: Int[Array, " S"], key: Key, batch_size: int) -> Index:
     """Draws a shard for each row, with probabilities proportional to their sizes."""
     if size.shape[0] == 1:
         return jnp.zeros((batch_size,), jnp.int32)
@@ -205,18 +187,18 @@ def is_priority(value: Float[Array, "..."]) -> Bool[Array, "..."]:
     return (bits < infinite) | (bits == minus_zero)
 
 
-def least_positive(value: Float[Array, " S"]) -> Float[Array, ""]:
+def least_positive(value: Float[Array, " S"]) -> Number:
     """Returns the smallest positive value; 0 if no value is positive."""
     least = jnp.min(jnp.where(value > 0, value, jnp.inf), axis=0)
     return jnp.where(least < jnp.inf, least, 0.0)
 
 
-def over(mass: Float[Array, "..."] | float, total: Float[Array, ""]) -> Float[Array, "..."]:
+def over(mass: Float[Array, "..."] | float, total: Number) -> Float[Array, "..."]:
     """Returns ``mass / total``; the mass itself if there is no total."""
     return mass / jnp.where(total > 0, total, 1.0)
 
 
-def effective_size(probability: Float[Array, " N"]) -> Float[Array, ""]:
+def effective_size(probability: Float[Array, " N"]) -> Number:
     """Returns the number of equally likely items with the same diversity; 0 if there are no items.
 
     It is the inverse of the sum of squared probabilities.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Index, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Moves:
         envs: The numbers of environments before and after, of which the first ones stay; static.
     """
 
-    source: Int[Array, " B"]
-    target: Int[Array, " B"]
-    begun: Int[Array, " B"]
+    source: Index
+    target: Index
+    begun: Index
     slots: tuple[int, int]
     steps: tuple[Int[Array, "E T"], Int[Array, "E T"]] | None = None
     lengths: tuple[int, int] = (0, 0)

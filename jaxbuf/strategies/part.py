@@ -9,10 +9,10 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Int
 from numpy.typing import NDArray
 
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Mask, State, Word
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Movable
@@ -36,10 +36,10 @@ class Rows:
         session: Sessions of these versions, int32; None if not given.
     """
 
-    items: PyTree[Array]
+    items: Arrays
     shape: tuple[int, ...]
     mask: Bool[Array, "..."] | None = None
-    score: Float[Array, " B"] | None = None
+    score: Floats | None = None
     version: Int[Array, "..."] | None = None
     session: Int[Array, "..."] | None = None
 
@@ -49,7 +49,7 @@ class Rows:
         return jnp.ones(self.shape, bool) if self.mask is None else self.mask
 
     @property
-    def count(self) -> UInt[Array, ""]:
+    def count(self) -> Word:
         """The number of rows still to be added."""
         if self.mask is None:
             return jnp.uint32(math.prod(self.shape))
@@ -143,7 +143,7 @@ class Part(Movable):
         """True if ``remove`` of the buffer may take items out; by default if ``removes`` is."""
         return self.removes
 
-    def init(self, data: PyTree[Array], slots: int) -> State:
+    def init(self, data: Arrays, slots: int) -> State:
         """Returns the state for an empty buffer.
 
         Args:
@@ -154,7 +154,7 @@ class Part(Movable):
         del data, slots
         return ()
 
-    def init_windows(self, data: PyTree[Array], rings: Rings) -> State:
+    def init_windows(self, data: Arrays, rings: Rings) -> State:
         """Returns the state for empty rings of steps; by default that of ``init``.
 
         Args:
@@ -163,14 +163,12 @@ class Part(Movable):
         """
         return self.init(data, rings.num_slots)
 
-    def refuse(
-        self, state: State, rows: Rows, occupancy: ItemOccupancy
-    ) -> dict[str, Bool[Array, " B"]]:
+    def refuse(self, state: State, rows: Rows, occupancy: ItemOccupancy) -> dict[str, Mask]:
         """Returns masks of the items to refuse, by reason; the occupancy is from before the add."""
         del state, rows, occupancy
         return {}
 
-    def on_add(self, state: State, index: Int[Array, " B"], rows: Rows) -> State:
+    def on_add(self, state: State, index: Index, rows: Rows) -> State:
         """Updates the state after items were written to the slots ``index``."""
         del index, rows
         return state
@@ -192,14 +190,12 @@ class Part(Movable):
         del state, index, rows
         return {}
 
-    def on_remove(self, state: State, index: Int[Array, " B"]) -> State:
+    def on_remove(self, state: State, index: Index) -> State:
         """Updates the state after items or windows at ``index`` left, before slots are reused."""
         del index
         return state
 
-    def on_use(
-        self, state: State, index: Int[Array, " B"], taken: Bool[Array, " B"]
-    ) -> tuple[State, Bool[Array, " B"] | None]:
+    def on_use(self, state: State, index: Index, taken: Mask) -> tuple[State, Mask | None]:
         """Updates the state after items were used, and chooses the items that retire.
 
         Args:
@@ -213,13 +209,7 @@ class Part(Movable):
         del index, taken
         return state, None
 
-    def on_version(
-        self,
-        state: State,
-        version: Int[Array, ""],
-        session: Int[Array, ""] | None,
-        size: Int[Array, ""],
-    ) -> State:
+    def on_version(self, state: State, version: Count, session: Count | None, size: Count) -> State:
         """Updates the state after the learner got a new version, and perhaps a new session.
 
         Args:
@@ -231,7 +221,7 @@ class Part(Movable):
         del version, session, size
         return state
 
-    def may_retire(self, state: State) -> Bool[Array, ""] | None:
+    def may_retire(self, state: State) -> Flag | None:
         """Returns whether ``on_version`` may have made an item retire; None if none ever does.
 
         As long as it is True, slots are checked, by ``retires``; ``looked`` has to make it False in
@@ -254,9 +244,7 @@ class Part(Movable):
         """Updates the state after the items that ``retires`` returned have retired."""
         return state
 
-    def on_retire(
-        self, state: State, index: Int[Array, " B"], count: UInt[Array, ""], *, event: str
-    ) -> State:
+    def on_retire(self, state: State, index: Index, count: Word, *, event: str) -> State:
         """Updates the state after items at ``index`` retired at the request of this part.
 
         Args:
@@ -268,7 +256,7 @@ class Part(Movable):
         del index, count, event
         return state
 
-    def known(self, state: State, index: Int[Array, " B"]) -> dict[str, Array]:
+    def known(self, state: State, index: Index) -> dict[str, Array]:
         """Returns numbers of the items at ``index`` by name, ``[B]`` each.
 
         The methods ``use_count`` and ``staleness`` of a buffer return the ones of their names.
@@ -276,7 +264,7 @@ class Part(Movable):
         del state, index
         return {}
 
-    def check_write(self, path: str | None, data: PyTree[Array], *, every: bool) -> None:
+    def check_write(self, path: str | None, data: Arrays, *, every: bool) -> None:
         """Checks that a field may be changed; ``set_field`` and ``map_field`` call it first.
 
         Args:
@@ -309,7 +297,7 @@ class Part(Movable):
         return state
 
     def on_map(
-        self, state: State, data: PyTree[Array], occupancy: Occupancy | Rings, path: str | None
+        self, state: State, data: Arrays, occupancy: Occupancy | Rings, path: str | None
     ) -> State:
         """Updates the state after ``map_field`` has changed a field of all items, or steps.
 
@@ -322,7 +310,7 @@ class Part(Movable):
         del data, occupancy, path
         return state
 
-    def on_score(self, state: State, index: Int[Array, " B"], score: Float[Array, " B"]) -> State:
+    def on_score(self, state: State, index: Index, score: Floats) -> State:
         """Updates the state after items got new scores; no slot occurs twice in ``index``."""
         del index, score
         return state
@@ -343,7 +331,7 @@ class Part(Movable):
         return {}
 
     def check_valid(
-        self, state: State, name: str, live: NDArray[np.bool_], data: PyTree[Array]
+        self, state: State, name: str, live: NDArray[np.bool_], data: Arrays
     ) -> Iterator[str]:
         """Yields a line for each problem with the state, for ``jaxbuf.testing.assert_valid``.
 

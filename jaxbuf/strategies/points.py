@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
-from jaxbuf.core.types import Dtype
+from jaxbuf.core.types import Count, Dtype, Floats, Index, Mask
 
 # The pairs of a tile, _ROWS * _COLUMNS, fit a core's cache; coordinates come in groups of _STRIDE.
 _ROWS = 128
@@ -89,7 +89,7 @@ class Ball:
 
 
 # A function that reads a group of coordinates of a block.
-ReadGroup = Callable[[Int[Array, ""]], Shaped[Array, "S L"]]
+ReadGroup = Callable[[Count], Shaped[Array, "S L"]]
 # A function from row numbers ``[R, 1]`` and slots ``[1, L]`` to a mask of the pairs to compare.
 PairMask = Callable[[Int[Array, "R 1"], Int[Array, "1 L"]], Bool[Array, "..."]]
 
@@ -106,12 +106,10 @@ class PointSet(abc.ABC):
     capacity: int
 
     @abc.abstractmethod
-    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], ReadGroup]:
+    def open(self, block: Count) -> tuple[Count, ReadGroup]:
         """Returns a block's first slot and its points; slots past the capacity are padding."""
 
-    def near(
-        self, points: "Points", count: Int[Array, ""], ball: Ball, usable: PairMask
-    ) -> Bool[Array, " B"]:
+    def near(self, points: "Points", count: Count, ball: Ball, usable: PairMask) -> Mask:
         """Returns a mask of the points that have one of these within the ball around them.
 
         Args:
@@ -123,8 +121,8 @@ class PointSet(abc.ABC):
         return self.nearest(points, ball, usable, count) <= jnp.float32(ball.limit)
 
     def nearest(
-        self, points: "Points", ball: Ball, usable: PairMask, count: Int[Array, ""] | None = None
-    ) -> Float[Array, " B"]:
+        self, points: "Points", ball: Ball, usable: PairMask, count: Count | None = None
+    ) -> Floats:
         """Returns the sum that ``ball`` accumulates for each point and its nearest neighbor here.
 
         Args:
@@ -194,7 +192,7 @@ class Points(PointSet, struct.PyTreeNode):
         split = padded.reshape(blocks, columns, groups, stride)
         return empty.replace(blocks=jnp.transpose(split, (0, 2, 3, 1)))
 
-    def set(self, index: Int[Array, " B"], points: Shaped[Array, "B D"]) -> Self:
+    def set(self, index: Index, points: Shaped[Array, "B D"]) -> Self:
         """Writes points to slots, which must differ; rows past the end are dropped."""
         blocks, groups, stride, columns = self.blocks.shape
         rows = jnp.pad(points, ((0, 0), (0, groups * stride - points.shape[1])))
@@ -207,7 +205,7 @@ class Points(PointSet, struct.PyTreeNode):
         )
         return self.replace(blocks=changed)
 
-    def get(self, index: Int[Array, " B"]) -> Shaped[Array, "B P"]:
+    def get(self, index: Index) -> Shaped[Array, "B P"]:
         """Returns the points in these slots, padded to whole groups of coordinates."""
         rows = jnp.transpose(self.blocks, (0, 3, 1, 2))
         return rows.reshape(-1, math.prod(rows.shape[2:]))[index]
@@ -222,14 +220,14 @@ class Points(PointSet, struct.PyTreeNode):
         """The number of tiles."""
         return math.ceil(self.capacity / self.height)
 
-    def tile(self, k: Int[Array, ""]) -> Shaped[Array, "G S R"]:
+    def tile(self, k: Count) -> Shaped[Array, "G S R"]:
         """Returns the points of one tile, for ``pairwise``."""
         _, groups, stride, columns = self.blocks.shape
         first = k * self.height
         begin = (quotient(first, columns), jnp.int32(0), jnp.int32(0), remainder(first, columns))
         return lax.dynamic_slice(self.blocks, begin, (1, groups, stride, self.height))[0]
 
-    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], ReadGroup]:
+    def open(self, block: Count) -> tuple[Count, ReadGroup]:
         """Returns the first slot of a block, and its points, of which groups are read on demand."""
         _, _, stride, columns = self.blocks.shape
 
@@ -251,9 +249,9 @@ class ComputedPoints(PointSet):
     """
 
     capacity: int
-    rows: Callable[[Int[Array, ""], int], Shaped[Array, "B D"]]
+    rows: Callable[[Count, int], Shaped[Array, "B D"]]
 
-    def open(self, block: Int[Array, ""]) -> tuple[Int[Array, ""], ReadGroup]:
+    def open(self, block: Count) -> tuple[Count, ReadGroup]:
         """Returns the first slot of a block, and its points."""
         number = min(_columns(self.capacity), self.capacity)
         # The last block overlaps the one before it.
@@ -271,16 +269,13 @@ class Sums(NamedTuple):
         least: The smallest sum of each row.
     """
 
-    groups: Int[Array, ""]
+    groups: Count
     sums: Float[Array, "R L"]
     least: Float[Array, " R"]
 
 
 def pairwise(
-    tile: Shaped[Array, "G S R"],
-    read_group: ReadGroup,
-    mask: Bool[Array, "..."],
-    ball: Ball,
+    tile: Shaped[Array, "G S R"], read_group: ReadGroup, mask: Bool[Array, "..."], ball: Ball
 ) -> Sums:
     """Returns the sums that ``ball`` accumulates for each pair; infinite for pairs that are masked.
 

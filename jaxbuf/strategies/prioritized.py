@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, native
@@ -22,7 +22,7 @@ from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Floats, Function, Index, Key, Mask, Number, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import (
     draw_distinct,
@@ -156,18 +156,12 @@ class Prioritized(ShardableSampler):
         return _base(value, jnp.float32(self.epsilon))[1]
 
     def on_change(
-        self,
-        state: SegmentTree,
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        removed: Int[Array, " R"],
+        self, state: SegmentTree, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> SegmentTree:
         """Sets the masses of new items, and zero for removed ones, in a single update."""
         return set_masses(state, added, self._new_masses(state, added, value), removed)
 
-    def set_priority(
-        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> SegmentTree:
+    def set_priority(self, state: SegmentTree, index: Index, value: Floats) -> SegmentTree:
         """Sets the masses of existing items."""
         return state.set(index, self.mass(value))
 
@@ -190,9 +184,7 @@ class Prioritized(ShardableSampler):
             size=occupancy.size,
         )
 
-    def targets(
-        self, summaries: MassSummary, key: PRNGKeyArray, batch_size: int, capacity: int
-    ) -> Targets:
+    def targets(self, summaries: MassSummary, key: Key, batch_size: int, capacity: int) -> Targets:
         """Returns a point in the total mass for each row, and the shard in which it lies."""
         return self._targets(summaries, key, batch_size, capacity, jnp.float32(self.uniform_mix))
 
@@ -208,21 +200,19 @@ class Prioritized(ShardableSampler):
         """Returns the tree with the largest mass of all shards as its maximum, until it changes."""
         return state.replace_root("max", jnp.max(summaries.largest))
 
-    def draw(
-        self, state: SegmentTree, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
-    ) -> Draw:
+    def draw(self, state: SegmentTree, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
         summaries = self.summaries(state, occupancy)
 
         def propose(
-            key: PRNGKeyArray,
+            key: Key,
             rows: int,
             scratch: SegmentTree,
             occupancy: Occupancy,
-            total: Float[Array, ""],
-            uniform_mix: Float[Array, ""],
+            total: Number,
+            uniform_mix: Number,
         ) -> Int[Array, " P"]:
             varies = isinstance(self.uniform_mix, jax.Array)
             sampler = changed(self, uniform_mix=uniform_mix) if varies else self
@@ -242,9 +232,7 @@ class Prioritized(ShardableSampler):
         index, mass = state.read(index)
         return Draw(index, self._probability(summaries, mass), valid)
 
-    def probability_among(
-        self, state: SegmentTree, index: Int[Array, " B"], summaries: MassSummary
-    ) -> Float[Array, " B"]:
+    def probability_among(self, state: SegmentTree, index: Index, summaries: MassSummary) -> Floats:
         """Returns the probability that a single draw from all shards gives each live item."""
         return self._probability(summaries, state.read(index)[1])
 
@@ -314,9 +302,7 @@ class Prioritized(ShardableSampler):
         """True if some draws may be uniform."""
         return not is_fixed(self.uniform_mix, 0.0)
 
-    def _new_masses(
-        self, state: SegmentTree, index: Int[Array, " B"], value: Float[Array, " B"] | None
-    ) -> Float[Array, " B"]:
+    def _new_masses(self, state: SegmentTree, index: Index, value: Floats | None) -> Floats:
         """Returns the masses of new items; the default where no legal priority is given."""
         initial = self.mass(jnp.float32(self.initial_priority))
         default = jnp.broadcast_to(jnp.maximum(initial, state.root("max")), index.shape)
@@ -338,12 +324,7 @@ class Prioritized(ShardableSampler):
         return jnp.where(total > 0, probability, uniform)
 
     def _targets(
-        self,
-        summaries: MassSummary,
-        key: PRNGKeyArray,
-        batch_size: int,
-        capacity: int,
-        mix: Float[Array, ""],
+        self, summaries: MassSummary, key: Key, batch_size: int, capacity: int, mix: Number
     ) -> Targets:
         """Returns targets with replacement, a fraction ``mix`` of which is uniform."""
         refined = capacity > _ONE_WORD
@@ -365,7 +346,7 @@ class Prioritized(ShardableSampler):
 
     def _find(
         self, state: SegmentTree, occupancy: Occupancy, point: "_Point"
-    ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    ) -> tuple[Index, Floats]:
         """Returns the slots at these points, and their masses."""
         index, mass = state.find(point.prefix, point.refine)
         index = occupancy.draw_where(~point.by_mass, point.word, index)
@@ -374,7 +355,7 @@ class Prioritized(ShardableSampler):
 
 @native.kernel("mass_base")
 def _base(
-    priority: Float[Array, "..."], epsilon: Float[Array, ""]
+    priority: Float[Array, "..."], epsilon: Number
 ) -> tuple[Float[Array, "..."], Bool[Array, "..."]]:
     """Returns ``max(priority, TINY) + epsilon``, or ``epsilon`` for a priority of 0.
 
@@ -397,10 +378,7 @@ def _within(mass: Float[Array, "..."], base: Float[Array, "..."]) -> Float[Array
 
 @native.kernel("mass_share")
 def _clip_probability(
-    probability: Float[Array, "..."],
-    mass: Float[Array, "..."],
-    total: Float[Array, ""],
-    uniform: Float[Array, ""],
+    probability: Float[Array, "..."], mass: Float[Array, "..."], total: Number, uniform: Number
 ) -> Float[Array, "..."]:
     """Returns a probability, at least ``TINY`` if there is mass; ``uniform`` without a total."""
     least = jnp.where(mass > 0, jnp.float32(TINY), jnp.zeros_like(mass))
@@ -422,7 +400,7 @@ class _Point(NamedTuple):
         by_mass: Whether the row is drawn by mass, else uniformly.
     """
 
-    prefix: Float[Array, " B"]
-    refine: Float[Array, " B"]
-    word: UInt[Array, " B"]
-    by_mass: Bool[Array, " B"]
+    prefix: Floats
+    refine: Floats
+    word: Words
+    by_mass: Mask

@@ -8,11 +8,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core.hyperparameters import check_declared
-from jaxbuf.core.types import Function, State
+from jaxbuf.core.types import Arrays, Count, Floats, Function, Index, Key, Mask, Number, State
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Movable
 
@@ -29,9 +29,9 @@ class Draw:
             arbitrary.
     """
 
-    index: Int[Array, " B"]
-    probability: Float[Array, " B"]
-    valid: Bool[Array, " B"]
+    index: Index
+    probability: Floats
+    valid: Mask
 
 
 @jax.tree_util.register_dataclass
@@ -44,8 +44,8 @@ class Support:
         least_probability: The smallest probability among them, ``[]`` float32; 0 without items.
     """
 
-    count: Int[Array, ""]
-    least_probability: Float[Array, ""]
+    count: Count
+    least_probability: Number
 
 
 class Sampler(Movable, abc.ABC):
@@ -104,11 +104,7 @@ class Sampler(Movable, abc.ABC):
         return jnp.ones(value.shape, bool)
 
     def on_change(
-        self,
-        state: State,
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        removed: Int[Array, " R"],
+        self, state: State, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> State:
         """Updates the state after items (or windows) were added, overwritten or removed.
 
@@ -125,19 +121,17 @@ class Sampler(Movable, abc.ABC):
         del added, value, removed
         return state
 
-    def set_priority(
-        self, state: State, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> State:
+    def set_priority(self, state: State, index: Index, value: Floats) -> State:
         """Sets the priorities at ``index``; if an item occurs several times, the last one wins."""
         del index, value
         return state
 
     @abc.abstractmethod
-    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
 
     def next(
-        self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
+        self, state: State, key: Key, batch_size: int, occupancy: Occupancy
     ) -> tuple[State, Draw]:
         """Draws the next batch, for samplers whose draws depend on earlier ones.
 
@@ -148,7 +142,7 @@ class Sampler(Movable, abc.ABC):
         index = jnp.where(drawn.valid, drawn.index, occupancy.capacity)
         return self.on_draw(state, index), drawn
 
-    def on_draw(self, state: State, index: Int[Array, " B"]) -> State:
+    def on_draw(self, state: State, index: Index) -> State:
         """Updates the state after ``next_batch`` drew items; by default it does not change.
 
         Args:
@@ -199,9 +193,7 @@ class Sampler(Movable, abc.ABC):
         del state
         return {}
 
-    def probability(
-        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"] | None:
+    def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats | None:
         """Returns the probability that a single draw gives each of these live items.
 
         None if it is not known, as by default; see ``KnownSampler``.
@@ -228,9 +220,7 @@ class KnownSampler(Sampler):
     """A sampler that can compute the probability of any item, not only of those drawn."""
 
     @abc.abstractmethod
-    def probability(
-        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
+    def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
 
     def in_batch(self, batch_size: int) -> "KnownSampler":
@@ -262,8 +252,8 @@ class Targets:
         point: A point within that shard for ``draw_at``, such as one in its mass; leaves ``[B]``.
     """
 
-    shard: Int[Array, " B"]
-    point: PyTree[Array]
+    shard: Index
+    point: Arrays
 
 
 class ShardableSampler(KnownSampler):
@@ -284,13 +274,11 @@ class ShardableSampler(KnownSampler):
         return True
 
     @abc.abstractmethod
-    def summarize(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
+    def summarize(self, state: State, occupancy: Occupancy) -> Arrays:
         """Returns the numbers of this shard that all shards need: scalars of 4 bytes each."""
 
     @abc.abstractmethod
-    def targets(
-        self, summaries: PyTree[Array], key: PRNGKeyArray, batch_size: int, capacity: int
-    ) -> Targets:
+    def targets(self, summaries: Arrays, key: Key, batch_size: int, capacity: int) -> Targets:
         """Chooses the shard of each row, and the point in that shard.
 
         Args:
@@ -301,9 +289,7 @@ class ShardableSampler(KnownSampler):
         """
 
     @abc.abstractmethod
-    def draw_at(
-        self, state: State, occupancy: Occupancy, point: PyTree[Array], summaries: PyTree[Array]
-    ) -> Draw:
+    def draw_at(self, state: State, occupancy: Occupancy, point: Arrays, summaries: Arrays) -> Draw:
         """Draws the items at some points of this shard.
 
         Args:
@@ -318,13 +304,11 @@ class ShardableSampler(KnownSampler):
         """
 
     @abc.abstractmethod
-    def support_among(self, summaries: PyTree[Array]) -> Support:
+    def support_among(self, summaries: Arrays) -> Support:
         """Returns the items that can be drawn from all shards together."""
 
     @abc.abstractmethod
-    def probability_among(
-        self, state: State, index: Int[Array, " B"], summaries: PyTree[Array]
-    ) -> Float[Array, " B"]:
+    def probability_among(self, state: State, index: Index, summaries: Arrays) -> Floats:
         """Returns the probability that a single draw from all shards gives each live item.
 
         Args:
@@ -333,7 +317,7 @@ class ShardableSampler(KnownSampler):
             summaries: The summaries of all shards.
         """
 
-    def with_global_default(self, state: State, summaries: PyTree[Array]) -> State:
+    def with_global_default(self, state: State, summaries: Arrays) -> State:
         """Returns the state from which the next ``on_change`` takes the default priority.
 
         An item that is added without a priority gets the default of all shards together, as in a
@@ -346,7 +330,7 @@ class ShardableSampler(KnownSampler):
         del summaries
         return state
 
-    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         summaries = self.summaries(state, occupancy)
         targets = self.targets(summaries, key, batch_size, occupancy.capacity)
@@ -356,13 +340,11 @@ class ShardableSampler(KnownSampler):
         """Returns the items that can be drawn."""
         return self.support_among(self.summaries(state, occupancy))
 
-    def probability(
-        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
+    def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
         return self.probability_among(state, index, self.summaries(state, occupancy))
 
-    def summaries(self, state: State, occupancy: Occupancy) -> PyTree[Array]:
+    def summaries(self, state: State, occupancy: Occupancy) -> Arrays:
         """Returns the summaries of all shards if this is the only one, leaves ``[1]``."""
         return jax.tree.map(lambda leaf: leaf[None], self.summarize(state, occupancy))
 
@@ -388,7 +370,7 @@ class Evictor(abc.ABC):
         """Returns the occupancy of an empty buffer."""
 
 
-def uniform_probability(size: Int[Array, ""]) -> Float[Array, ""]:
+def uniform_probability(size: Count) -> Number:
     """Returns ``1 / size``, or 0 if the size is 0."""
     return jnp.where(size > 0, 1.0 / jnp.maximum(size, 1).astype(jnp.float32), 0.0)
 

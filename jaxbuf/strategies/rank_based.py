@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes, sorting
@@ -23,6 +23,7 @@ from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.types import Count, Floats, Index, Key
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics, to_rank
 from jaxbuf.strategies.mass import (
@@ -48,7 +49,7 @@ class RankState(struct.PyTreeNode):
 
     values: SegmentTree
     masses: SegmentTree
-    changes: Int[Array, ""]
+    changes: Count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +137,7 @@ class RankBased(KnownSampler):
         return is_priority(value)
 
     def on_change(
-        self,
-        state: RankState,
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        removed: Int[Array, " R"],
+        self, state: RankState, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> RankState:
         """Sets the values of new items, which get the mass of rank 1, and forgets removed ones.
 
@@ -154,9 +151,7 @@ class RankBased(KnownSampler):
         masses = set_masses(state.masses, added, mass_of_first, removed)
         return self._changed(state.replace(masses=masses), index, value)
 
-    def set_priority(
-        self, state: RankState, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> RankState:
+    def set_priority(self, state: RankState, index: Index, value: Floats) -> RankState:
         """Sets the priorities (or scores) of existing items."""
         return self._changed(state, index, value)
 
@@ -175,9 +170,7 @@ class RankBased(KnownSampler):
         """Returns the ``priority``, or ``score``, of each slot."""
         return {self.by: state.values.leaves}
 
-    def draw(
-        self, state: RankState, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
-    ) -> Draw:
+    def draw(self, state: RankState, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         del occupancy
         masses = state.masses
@@ -192,9 +185,7 @@ class RankBased(KnownSampler):
             index, mass = masses.read(index)
         return Draw(index, over(mass, masses.root("sum")), valid)
 
-    def probability(
-        self, state: RankState, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
+    def probability(self, state: RankState, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
         del occupancy
         return over(state.masses.read(index)[1], state.masses.root("sum"))
@@ -260,9 +251,7 @@ class RankBased(KnownSampler):
         """True if rows are not drawn from strata."""
         return not (self.stratified and self.replacement)
 
-    def _new_values(
-        self, state: RankState, added: Int[Array, " B"], value: Float[Array, " B"] | None
-    ) -> Float[Array, " B"]:
+    def _new_values(self, state: RankState, added: Index, value: Floats | None) -> Floats:
         """Returns the values of new items; the default where no legal priority is given."""
         if self.by == "score":
             if value is None and added.shape[0] > 0:
@@ -272,9 +261,7 @@ class RankBased(KnownSampler):
         default = jnp.broadcast_to(largest, added.shape)
         return default if value is None else jnp.where(self.accepts(value), value, default)
 
-    def _changed(
-        self, state: RankState, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> RankState:
+    def _changed(self, state: RankState, index: Index, value: Floats) -> RankState:
         """Sets values, and sorts if it is time."""
         values = state.values.set(index, value)
         any_changed = jnp.any((index >= 0) & (index < values.capacity))

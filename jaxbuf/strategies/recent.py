@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes
 from jaxbuf.core.hyperparameters import changed, is_fixed
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
-from jaxbuf.core.types import Function, State
+from jaxbuf.core.types import Floats, Function, Index, Key, Number, State
 from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import effective_size
@@ -104,23 +104,17 @@ class Recent(KnownSampler):
         """Returns a mask of the values that the base accepts."""
         return self.base.accepts(value)
 
-    def set_priority(
-        self, state: State, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> State:
+    def set_priority(self, state: State, index: Index, value: Floats) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.set_priority(state, index, value)
 
     def on_change(
-        self,
-        state: State,
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        removed: Int[Array, " R"],
+        self, state: State, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.on_change(state, added, value, removed)
 
-    def on_draw(self, state: State, index: Int[Array, " B"]) -> State:
+    def on_draw(self, state: State, index: Index) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.on_draw(state, index)
 
@@ -150,7 +144,7 @@ class Recent(KnownSampler):
         base = self.base.in_batch(max(batch_size - rows, 1))
         return changed(self, ratio=rows / batch_size, base=base)
 
-    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` items, the recent ones first."""
         if isinstance(self.ratio, jax.Array):
             return self._draw_varying(state, key, batch_size, occupancy)
@@ -172,9 +166,7 @@ class Recent(KnownSampler):
         probability = _mixed(rows / batch_size, recent, index, base_probability)
         return Draw(after(index, probability), probability, valid)
 
-    def probability(
-        self, state: State, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
+    def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
         base_probability = self.base.probability(state, index, occupancy)
         return _mixed(self.ratio, self._recent(occupancy), index, base_probability)
@@ -206,9 +198,7 @@ class Recent(KnownSampler):
             return jnp.floor(rows).astype(jnp.int32)
         return math.floor(rows)
 
-    def _draw_varying(
-        self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
-    ) -> Draw:
+    def _draw_varying(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws a recent batch and one of the base, and takes the first rows of the recent one."""
         rows = self._recent_rows(batch_size)
         recent_key, base_key = jax.random.split(key)
@@ -236,12 +226,7 @@ class Recent(KnownSampler):
         return occupancy.age_range(-self.steps, None)
 
 
-def _mixed(
-    ratio: float | Float[Array, ""],
-    recent: Ages,
-    index: Int[Array, " B"],
-    base: Float[Array, " B"],
-) -> Float[Array, " B"]:
+def _mixed(ratio: float | Number, recent: Ages, index: Index, base: Floats) -> Floats:
     """Returns probabilities if a fraction ``ratio`` of rows is recent, given those of the base."""
     share = jnp.float32(ratio) / jnp.maximum(recent.total, 1).astype(jnp.float32)
     return jnp.where(recent.contains(index), share, 0.0) + jnp.float32(1.0 - ratio) * base

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.core import storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import remainder
+from jaxbuf.core.types import Floats, Index, Words
 from jaxbuf.occupancy.rings import Rings
 
 # The number of steps whose returns are filled in at once.
@@ -91,10 +92,7 @@ class Recurrence(abc.ABC):
 
     @abc.abstractmethod
     def gains(
-        self,
-        rewards: Float[Array, "E C"],
-        after: Float[Array, " E"],
-        nothing: Bool[Array, "E C"],
+        self, rewards: Float[Array, "E C"], after: Float[Array, " E"], nothing: Bool[Array, "E C"]
     ) -> Float[Array, "E C"]:
         """Returns the reward that each of these consecutive steps adds to its discounted return.
 
@@ -129,10 +127,7 @@ class Plain(Recurrence):
         return rank + 1, jnp.zeros_like(last)
 
     def gains(
-        self,
-        rewards: Float[Array, "E C"],
-        after: Float[Array, " E"],
-        nothing: Bool[Array, "E C"],
+        self, rewards: Float[Array, "E C"], after: Float[Array, " E"], nothing: Bool[Array, "E C"]
     ) -> Float[Array, "E C"]:
         """Returns the rewards of the steps."""
         del after, nothing
@@ -170,10 +165,7 @@ class AsInAlf(Recurrence):
         return jnp.where(inner, rank, rank + 1), inner
 
     def gains(
-        self,
-        rewards: Float[Array, "E C"],
-        after: Float[Array, " E"],
-        nothing: Bool[Array, "E C"],
+        self, rewards: Float[Array, "E C"], after: Float[Array, " E"], nothing: Bool[Array, "E C"]
     ) -> Float[Array, "E C"]:
         """Returns the rewards of the steps after them."""
         gained = jnp.concatenate([after[:, None], rewards[:, :-1]], axis=1)
@@ -299,10 +291,10 @@ def returns_at(
     recurrence: Recurrence,
     recorded: Recorded,
     rings: Rings,
-    env: Int[Array, " B"],
-    position: UInt[Array, " B"],
-    row: Int[Array, " B"],
-) -> Float[Array, " B"]:
+    env: Index,
+    position: Words,
+    row: Index,
+) -> Floats:
     """Returns the return of each step; the default if it is unknown or the step is not held.
 
     Args:

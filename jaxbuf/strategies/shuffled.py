@@ -7,13 +7,14 @@ from typing import Self
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words, scale_word
+from jaxbuf.core.types import Count, Flag, Floats, Index, Integers, Key, Mask, Word
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
@@ -35,7 +36,7 @@ class Pass(struct.PyTreeNode):
     """
 
     marks: Bitset
-    passes: UInt[Array, ""]
+    passes: Word
 
     @property
     def capacity(self) -> int:
@@ -43,24 +44,22 @@ class Pass(struct.PyTreeNode):
         return self.marks.capacity // 2
 
     @property
-    def span(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    def span(self) -> tuple[Count, Count]:
         """The rank in the set of the first item that is left, and the number of items left."""
         low = self.marks.before(jnp.full((1,), self.capacity, jnp.int32))[0]
         swapped = self._half == 1
         return jnp.where(swapped, low, 0), jnp.where(swapped, self.marks.size - low, low)
 
-    def at(self, rank: Int[Array, " B"]) -> Int[Array, " B"]:
+    def at(self, rank: Integers) -> Index:
         """Returns the slots of the items with these ranks in the set, which must be left."""
         return self.marks.at(rank) - self._half * self.capacity
 
-    def get(self, slot: Int[Array, " B"]) -> tuple[Bool[Array, " B"], Bool[Array, " B"]]:
+    def get(self, slot: Index) -> tuple[Mask, Mask]:
         """Returns masks of the slots whose items are left, and of those whose items were drawn."""
         left, drawn = self._numbers(slot)
         return self.marks.get(left), self.marks.get(drawn)
 
-    def mark(
-        self, slot: Int[Array, " B"], left: Bool[Array, " B"], drawn: Bool[Array, " B"]
-    ) -> Self:
+    def mark(self, slot: Index, left: Mask, drawn: Mask) -> Self:
         """Sets whether the items in these slots are left or drawn; neither, if a slot is empty.
 
         Slots out of range are ignored. If a slot occurs several times, the last one counts.
@@ -68,15 +67,15 @@ class Pass(struct.PyTreeNode):
         numbers = jnp.concatenate(self._numbers(slot))
         return self.replace(marks=self.marks.set(numbers, jnp.concatenate([left, drawn])))
 
-    def advance(self, over: Bool[Array, ""]) -> Self:
+    def advance(self, over: Flag) -> Self:
         """Begins a new pass if this one is over: the items that were drawn are left again."""
         return self.replace(passes=self.passes + over.astype(jnp.uint32))
 
     @property
-    def _half(self) -> Int[Array, ""]:
+    def _half(self) -> Count:
         return (self.passes & jnp.uint32(1)).astype(jnp.int32)
 
-    def _numbers(self, slot: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    def _numbers(self, slot: Index) -> tuple[Index, Index]:
         half, past_end = self._half, 2 * self.capacity
         in_range = (slot >= 0) & (slot < self.capacity)
         return (
@@ -150,11 +149,7 @@ class Shuffled(Sampler):
         return Pass(marks=Bitset.create(2 * capacity), passes=jnp.uint32(0))
 
     def on_change(
-        self,
-        state: Pass,
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        removed: Int[Array, " R"],
+        self, state: Pass, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> Pass:
         """Adds new items to this pass, in place of those in their slots, and removes others."""
         del value
@@ -166,13 +161,13 @@ class Shuffled(Sampler):
         empty = empty.replace(passes=state.passes)
         return empty.mark(moves.target, *state.get(moves.source))
 
-    def draw(self, state: Pass, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: Pass, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws different items out of all live items, without affecting the pass."""
         del state
         return Uniform(replacement=False).draw((), key, batch_size, occupancy)
 
     def next(
-        self, state: Pass, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
+        self, state: Pass, key: Key, batch_size: int, occupancy: Occupancy
     ) -> tuple[Pass, Draw]:
         """Draws the next batch of the pass."""
         # The pass may be over because items were overwritten or retired since the last batch.
@@ -182,7 +177,7 @@ class Shuffled(Sampler):
         if self.drop_last:
             count = jnp.where(left >= batch_size, count, 0)
 
-        def propose(key: PRNGKeyArray, rows: int, _: object) -> Int[Array, " P"]:
+        def propose(key: Key, rows: int, _: object) -> Int[Array, " P"]:
             rank = scale_word(random_words(key, (rows,)), left)
             return state.at(first + rank)
 
@@ -192,9 +187,7 @@ class Shuffled(Sampler):
         probability = jnp.broadcast_to(uniform_probability(occupancy.size), (batch_size,))
         return self._advanced(state, batch_size), Draw(index, probability, valid)
 
-    def probability(
-        self, state: Pass, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
+    def probability(self, state: Pass, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
         del state
         return jnp.broadcast_to(uniform_probability(occupancy.size), index.shape)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sorting
@@ -23,6 +23,7 @@ from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.seldom import if_needed
+from jaxbuf.core.types import Floats, Index, Key, Mask, Number
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.mass import (
@@ -53,7 +54,7 @@ class SoftmaxState(struct.PyTreeNode):
 
     scores: SegmentTree
     masses: SegmentTree
-    reference: Float[Array, ""]
+    reference: Number
 
 
 class _Summary(NamedTuple):
@@ -134,11 +135,7 @@ class Softmax(ShardableSampler):
         return ~jnp.isnan(value)
 
     def on_change(
-        self,
-        state: SoftmaxState,
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        removed: Int[Array, " R"],
+        self, state: SoftmaxState, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> SoftmaxState:
         """Sets the scores of new items, and −inf in the place of removed ones.
 
@@ -153,9 +150,7 @@ class Softmax(ShardableSampler):
         index, value = jnp.concatenate([added, removed]), jnp.concatenate([value, removed_score])
         return self.set_priority(state, index, value)
 
-    def set_priority(
-        self, state: SoftmaxState, index: Int[Array, " B"], value: Float[Array, " B"]
-    ) -> SoftmaxState:
+    def set_priority(self, state: SoftmaxState, index: Index, value: Floats) -> SoftmaxState:
         """Sets scores, and computes all masses anew if the largest one has moved far."""
         scores = state.scores.set(index, value)
         masses = state.masses.set(index, self._mass(value, state.reference))
@@ -206,9 +201,7 @@ class Softmax(ShardableSampler):
             masses.root("sum"), masses.root("min_positive"), masses.nnz, state.reference
         )
 
-    def targets(
-        self, summaries: _Summary, key: PRNGKeyArray, batch_size: int, capacity: int
-    ) -> Targets:
+    def targets(self, summaries: _Summary, key: Key, batch_size: int, capacity: int) -> Targets:
         """Returns a point in the total mass for each row, and the shard in which it lies."""
         del capacity
         scale = self._scale(summaries.reference, summaries)
@@ -223,7 +216,7 @@ class Softmax(ShardableSampler):
         self,
         state: SoftmaxState,
         occupancy: Occupancy,
-        point: tuple[Float[Array, " B"], Float[Array, " B"]],
+        point: tuple[Floats, Floats],
         summaries: _Summary,
     ) -> Draw:
         """Returns the items in which the points lie."""
@@ -243,9 +236,7 @@ class Softmax(ShardableSampler):
         count = jnp.sum(jnp.where(has_mass, summaries.nnz, 0), axis=0, dtype=jnp.int32)
         return Support(count, jnp.where(total > 0, least, 0.0))
 
-    def draw(
-        self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy
-    ) -> Draw:
+    def draw(self, state: SoftmaxState, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the items whose score is above −inf."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
@@ -262,9 +253,7 @@ class Softmax(ShardableSampler):
         summaries = self.summaries(state, occupancy)
         return Draw(index, self._probability(summaries, mass, state.reference), valid)
 
-    def probability_among(
-        self, state: SoftmaxState, index: Int[Array, " B"], summaries: _Summary
-    ) -> Float[Array, " B"]:
+    def probability_among(self, state: SoftmaxState, index: Index, summaries: _Summary) -> Floats:
         """Returns the probability that a single draw from all shards gives each live item."""
         index, mass = state.masses.read(index)
         if self.replacement:
@@ -322,7 +311,7 @@ class Softmax(ShardableSampler):
         wrong = ~np.isclose(mass, expected, rtol=1e-3, atol=1e-37)
         yield from first_wrong(f"{name}.masses.leaves", mass, wrong, expected)
 
-    def _mass(self, score: Float[Array, " B"], reference: Float[Array, ""]) -> Float[Array, " B"]:
+    def _mass(self, score: Floats, reference: Number) -> Floats:
         """Returns ``exp((score - reference) / temperature)``.
 
         If the reference is infinite, the mass is 1 for scores of +inf, if that is the reference,
@@ -343,20 +332,18 @@ class Softmax(ShardableSampler):
         distance = jnp.where(same, 0.0, reference) - jnp.where(same, 0.0, largest)
         return jnp.exp(distance / jnp.float32(self.temperature))
 
-    def _total(self, summaries: _Summary) -> Float[Array, ""]:
+    def _total(self, summaries: _Summary) -> Number:
         return ends(summaries.total * self._scale(summaries.reference, summaries))[-1]
 
-    def _probability(
-        self, summaries: _Summary, mass: Float[Array, " B"], reference: Float[Array, ""]
-    ) -> Float[Array, " B"]:
+    def _probability(self, summaries: _Summary, mass: Floats, reference: Number) -> Floats:
         """Returns the probability of masses that are relative to a reference."""
         total = self._total(summaries)
         share = over(self._scale(reference, summaries), total)
         return jnp.maximum(mass * share, jnp.float32(TINY))
 
     def _without_replacement(
-        self, state: SoftmaxState, key: PRNGKeyArray, batch_size: int
-    ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+        self, state: SoftmaxState, key: Key, batch_size: int
+    ) -> tuple[Index, Mask]:
         enough = state.masses.nnz >= batch_size
         # With too few items the loop of a draw by mass would not find a batch.
         count = jnp.where(enough, batch_size, 0)
@@ -369,8 +356,8 @@ class Softmax(ShardableSampler):
 
 
 def _draw_by_noise(
-    key: PRNGKeyArray, scores: SegmentTree, temperature: Float[Array, ""], *, batch_size: int
-) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    key: Key, scores: SegmentTree, temperature: Number, *, batch_size: int
+) -> tuple[Index, Mask]:
     """Draws the items with the largest scores after adding Gumbel noise, out of all slots."""
     score = scores.leaves
     finite = jnp.isfinite(score)

@@ -7,12 +7,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxbuf.core import checks
 from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.segment_tree import SegmentTree
+from jaxbuf.core.types import Floats, Index, Key, Word
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, effective_size, over
 from jaxbuf.strategies.moves import Moves
@@ -29,7 +30,7 @@ class Visits(struct.PyTreeNode):
     """
 
     last: UInt[Array, " N"]
-    batches: UInt[Array, ""]
+    batches: Word
 
     @property
     def age(self) -> Float[Array, " N"]:
@@ -100,17 +101,13 @@ class Staleness(KnownSampler):
         return Visits(last=jnp.zeros((capacity,), jnp.uint32), batches=jnp.uint32(0))
 
     def on_change(
-        self,
-        state: Visits,
-        added: Int[Array, " B"],
-        value: Float[Array, " B"] | None,
-        removed: Int[Array, " R"],
+        self, state: Visits, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> Visits:
         """Counts new items from now; removed items are not live, and never drawn."""
         del value, removed
         return state.replace(last=state.last.at[added].set(state.batches, mode="drop"))
 
-    def on_draw(self, state: Visits, index: Int[Array, " B"]) -> Visits:
+    def on_draw(self, state: Visits, index: Index) -> Visits:
         """Counts a batch, and records it for its items."""
         batches = state.batches + jnp.uint32(1)
         return Visits(last=state.last.at[index].set(batches, mode="drop"), batches=batches)
@@ -119,7 +116,7 @@ class Staleness(KnownSampler):
         """Moves the items; the number of batches stays."""
         return Visits(last=moves(empty.last, state.last), batches=state.batches)
 
-    def draw(self, state: Visits, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: Visits, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         # Otherwise XLA computes powers, and joins the levels, once for each of their consumers.
         mass = lax.optimization_barrier(self._masses(state, occupancy))
@@ -132,9 +129,7 @@ class Staleness(KnownSampler):
             index, valid = draw_distinct(key, batch_size, count, tree)
         return Draw(index, over(tree.read(index)[1], tree.root("sum")), valid)
 
-    def probability(
-        self, state: Visits, index: Int[Array, " B"], occupancy: Occupancy
-    ) -> Float[Array, " B"]:
+    def probability(self, state: Visits, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
         return self._probabilities(state, occupancy).at[index].get(mode="clip")
 

@@ -3,11 +3,11 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
+from jaxtyping import Array, Int
 
 from jaxbuf.core import checks
 from jaxbuf.core.random import random_words
-from jaxbuf.core.types import State
+from jaxbuf.core.types import Count, Floats, Index, Key, State, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
 from jaxbuf.strategies.mass import draw_shards
@@ -51,24 +51,20 @@ class Uniform(ShardableSampler):
         """True with replacement; without it, each draw depends on all others."""
         return self.replacement
 
-    def summarize(self, state: State, occupancy: Occupancy) -> Int[Array, ""]:
+    def summarize(self, state: State, occupancy: Occupancy) -> Count:
         """Returns the number of items."""
         del state
         return occupancy.size
 
     def targets(
-        self, summaries: Int[Array, " S"], key: PRNGKeyArray, batch_size: int, capacity: int
+        self, summaries: Int[Array, " S"], key: Key, batch_size: int, capacity: int
     ) -> Targets:
         """Returns a shard for each row, likely in proportion to its size, and a random word."""
         del capacity
         return Targets(draw_shards(summaries, key, batch_size), random_words(key, (batch_size,)))
 
     def draw_at(
-        self,
-        state: State,
-        occupancy: Occupancy,
-        point: UInt[Array, " B"],
-        summaries: Int[Array, " S"],
+        self, state: State, occupancy: Occupancy, point: Words, summaries: Int[Array, " S"]
     ) -> Draw:
         """Returns the item that each random word selects."""
         index = occupancy.draw(point)
@@ -80,7 +76,7 @@ class Uniform(ShardableSampler):
         size = jnp.sum(summaries, axis=0, dtype=jnp.int32)
         return Support(size, uniform_probability(size))
 
-    def draw(self, state: State, key: PRNGKeyArray, batch_size: int, occupancy: Occupancy) -> Draw:
+    def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
@@ -97,9 +93,7 @@ class Uniform(ShardableSampler):
         )
         return Draw(index, probability, valid)
 
-    def probability_among(
-        self, state: State, index: Int[Array, " B"], summaries: Int[Array, " S"]
-    ) -> Float[Array, " B"]:
+    def probability_among(self, state: State, index: Index, summaries: Int[Array, " S"]) -> Floats:
         """Returns the probability that a single draw from all shards gives each live item."""
         del state
         return jnp.broadcast_to(self.support_among(summaries).least_probability, index.shape)

@@ -13,13 +13,14 @@ from jaxtyping import Array, PyTree, Shaped
 from jaxbuf.buffers.buffer import as_buffer, check_options
 from jaxbuf.core import storage, trees
 from jaxbuf.core.donation import check_single
+from jaxbuf.core.types import Arrays
 from jaxbuf.testing.structures import check_concrete, fetched, report
 
 # The most missing items, and the most unexpected ones, that a message shows.
 _SHOWN = 4
 
 
-def assert_holds(buffer: object, items: PyTree[Array]) -> None:
+def assert_holds(buffer: object, items: Arrays) -> None:
     """Checks that a buffer holds exactly these items, in any order.
 
     An item that is in the buffer twice must be expected twice. Numbers are compared bit for bit,
@@ -81,7 +82,7 @@ def _parts(buffer: object) -> Iterator[Any]:
         yield check_single(inner)
 
 
-def _contents(buffer: Any) -> PyTree[Array]:
+def _contents(buffer: Any) -> Arrays:
     """Returns the contents of the buffer, leaves ``[n, ...]``."""
     if buffer.num_envs:
         steps = buffer.gather_all(ignore_earliest=False)
@@ -99,7 +100,7 @@ def _numbers(leaf: Array) -> Shaped[np.ndarray, "..."]:
     return np.asarray(leaf)
 
 
-def _count(items: PyTree[Array]) -> tuple[collections.Counter[bytes], dict[bytes, PyTree]]:
+def _count(items: Arrays) -> tuple[collections.Counter[bytes], dict[bytes, PyTree]]:
     """Counts items by their bytes, and returns the items with these bytes for messages."""
     leaves, structure = jax.tree.flatten(jax.tree.map(_numbers, items))
     count = leaves[0].shape[0]

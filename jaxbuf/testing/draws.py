@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import gammaincc
-from jaxtyping import Array, Float, Float64, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Float64, Int
 
 from jaxbuf.buffers.arguments import check_batch_size
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks
 from jaxbuf.core.random import check_key
 from jaxbuf.core.sizes import check_count
+from jaxbuf.core.types import Index, Key
 from jaxbuf.testing.structures import check_concrete, report
 
 # The number of samples drawn at a time: each may need as much memory as the buffer.
@@ -25,7 +26,7 @@ _LEAST_COUNT = 5.0
 
 def assert_distribution(
     buffer: Any,
-    key: PRNGKeyArray,
+    key: Key,
     expected: Float[Array, " N"],
     *,
     draws: int = 20_000,
@@ -147,11 +148,11 @@ def _cells(mean: Float64[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
 
 @functools.partial(jax.jit, static_argnames=("num_slots", "draws", "batch_size"))
 def _count_draws(
-    buffer: Any, key: PRNGKeyArray, num_slots: int, draws: int, batch_size: int
+    buffer: Any, key: Key, num_slots: int, draws: int, batch_size: int
 ) -> Int[Array, " N+1"]:
     """Counts the draws of each slot and, as the last number, invalid rows."""
 
-    def draw(key: PRNGKeyArray) -> Int[Array, " B"]:
+    def draw(key: Key) -> Index:
         sample = buffer.sample(key, batch_size)
         return jnp.where(sample.valid, sample.slots.index, num_slots)
 

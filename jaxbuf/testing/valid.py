@@ -16,6 +16,7 @@ from jaxbuf.buffers.base import owns_items
 from jaxbuf.core import fields, trees
 from jaxbuf.core.hyperparameters import are_legal, bind
 from jaxbuf.core.problems import checked, first_wrong
+from jaxbuf.core.types import Arrays, Count, Number
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.episodes import EpisodeIndex
@@ -147,7 +148,7 @@ def _check_members(name: str, buffer: Any) -> Iterator[str]:
 @functools.partial(jax.jit, static_argnums=0)
 def _distribution(
     sampler: Sampler, values: PyTree, state: PyTree, occupancy: Occupancy, slot: Int[Array, " N"]
-) -> tuple[Int[Array, ""], Float[Array, ""], Float[Array, " N"] | None]:
+) -> tuple[Count, Number, Float[Array, " N"] | None]:
     """Returns the count and least probability of a sampler's support, and all probabilities."""
     sampler = bind(sampler, values)
     support = sampler.support(state, occupancy)
@@ -208,7 +209,7 @@ def _recompute_index(buffer: Any) -> dict[str, Any]:
     env = jnp.broadcast_to(jnp.arange(buffer.num_envs, dtype=jnp.int32)[:, None], target.shape)
 
     def look_up(
-        index: EpisodeIndex, rings: Rings, position: UInt[Array, "E T"], data: PyTree[Array]
+        index: EpisodeIndex, rings: Rings, position: UInt[Array, "E T"], data: Arrays
     ) -> dict[str, Shaped[Array, "E T"]]:
         position = position.reshape(-1)
         episode = index.episode(rings, env.reshape(-1), position, data)

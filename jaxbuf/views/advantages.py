@@ -5,12 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxbuf.core import checks, numbers, storage
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
-from jaxbuf.core.types import Dtype
+from jaxbuf.core.types import Arrays, Dtype, Number
 from jaxbuf.views import rewarded
 
 
@@ -29,10 +29,10 @@ class Advantages(Described):
 
 @program(static=("reward", "terminated", "truncated", "stop_gradient"))
 def gae(
-    window: PyTree[Array],
+    window: Arrays,
     value: Float[Array, "B L ..."],
-    discount: float | Float[Array, ""] | Float[Array, "B L ..."],
-    lambda_: float | Float[Array, ""],
+    discount: float | Number | Float[Array, "B L ..."],
+    lambda_: float | Number,
     *,
     next_value: Float[Array, "B L ..."] | None = None,
     reward: str = "reward",
@@ -111,15 +111,15 @@ def gae(
 
 @program(static=("reward", "terminated", "truncated", "stop_gradient"))
 def vtrace(
-    window: PyTree[Array],
+    window: Arrays,
     value: Float[Array, "B L ..."],
     log_ratio: Float[Array, "B L ..."],
-    discount: float | Float[Array, ""] | Float[Array, "B L ..."],
+    discount: float | Number | Float[Array, "B L ..."],
     *,
     next_value: Float[Array, "B L ..."] | None = None,
-    lambda_: float | Float[Array, ""] = 1.0,
-    rho_clip: float | Float[Array, ""] = 1.0,
-    c_clip: float | Float[Array, ""] = 1.0,
+    lambda_: float | Number = 1.0,
+    rho_clip: float | Number = 1.0,
+    c_clip: float | Number = 1.0,
     reward: str = "reward",
     terminated: str = "terminated",
     truncated: str | None = None,
@@ -246,7 +246,7 @@ def _rows(array: object, name: str, shape: tuple[int, ...], dtype: Dtype) -> Arr
     return rewarded.expand(rows, shape)
 
 
-def _number(number: object, name: str, steps: _Steps) -> Float[Array, ""]:
+def _number(number: object, name: str, steps: _Steps) -> Number:
     return storage.check_rows(number, name, (), steps.value.dtype, "one number")
 
 

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
 from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
+from jaxbuf.core.types import Arrays, Mask
 
 
 class FrameStack(Described):
@@ -23,20 +24,20 @@ class FrameStack(Described):
             frames from before the window, and have its first frame instead.
     """
 
-    frames: PyTree[Array]
+    frames: Arrays
     complete: Bool[Array, "B L"]
 
 
 @program(static=("n", "field", "terminated", "truncated", "last", "axis", "padding"))
 def stack_frames(
-    window: PyTree[Array],
+    window: Arrays,
     n: int,
     field: str = "obs",
     *,
     terminated: str = "terminated",
     truncated: str | None = None,
     last: str | None = None,
-    first: Bool[Array, " B"] | None = None,
+    first: Mask | None = None,
     axis: int = -1,
     padding: Literal["first", "zeros"] = "first",
 ) -> FrameStack:
@@ -160,7 +161,7 @@ def _check_axis(axis: object, frame: tuple[int, ...]) -> None:
 
 
 def _ends(
-    window: PyTree[Array], terminated: str, truncated: str | None, last: str | None
+    window: Arrays, terminated: str, truncated: str | None, last: str | None
 ) -> Bool[Array, "B L"]:
     """Returns a mask of the steps at which episodes end."""
     if last is not None:
@@ -175,7 +176,7 @@ def _ends(
     return ends | cuts
 
 
-def _flags(window: PyTree[Array], path: str, name: str) -> Bool[Array, "B L"]:
+def _flags(window: Arrays, path: str, name: str) -> Bool[Array, "B L"]:
     value = fields.need(window, path, name, "the window has")
     flags = numbers.array(value, name)
     if flags.dtype != jnp.bool_:

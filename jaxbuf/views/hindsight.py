@@ -6,30 +6,31 @@ from typing import Any, Literal, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxbuf.core import checks, fields, numbers, storage, trees
 from jaxbuf.core.random import check_key
+from jaxbuf.core.types import Arrays, Index, Integers, Key, Mask, Number
 
 Strategy = Literal["final", "future", "episode", "random"]
-Lookup = Callable[[Int[Array, " B"], Int[Array, " B"]], PyTree[Array]]
+Lookup = Callable[[Index, Index], Arrays]
 Batch = TypeVar("Batch")
 
 
 def hindsight(
-    key: PRNGKeyArray,
+    key: Key,
     batch: Batch,
-    achieved_goals: PyTree[Array] | Lookup,
-    t: Int[Array, " B"],
-    length: Int[Array, " B"] | None = None,
+    achieved_goals: Arrays | Lookup,
+    t: Integers,
+    length: Integers | None = None,
     *,
     reward_fn: Callable[[Any, Any], Float[Array, "B ..."]],
     strategy: Strategy = "future",
-    fraction: float | Float[Array, ""] = 0.8,
+    fraction: float | Number = 0.8,
     achieved: str = "achieved_goal",
     goal: str | Sequence[str] = "goal",
     reward: str = "reward",
-) -> tuple[Batch, Bool[Array, " B"]]:
+) -> tuple[Batch, Mask]:
     """Replaces the goals of some sampled transitions by goals that were achieved.
 
     Row ``t`` of an episode holds the desired goal, an action, the reward, and the goal that the
@@ -182,7 +183,7 @@ def hindsight(
     return fields.replace(batch, reward, new_rewards), relabeled
 
 
-def _any_row(key: PRNGKeyArray, length: Int[Array, " B"]) -> Int[Array, " B"]:
+def _any_row(key: Key, length: Integers) -> Index:
     """Draws rows in proportion to the lengths of their episodes: all steps are equally likely."""
     until = jnp.cumsum(jnp.maximum(length, 0).astype(jnp.float32))
     # An empty batch has no last element.
@@ -192,12 +193,8 @@ def _any_row(key: PRNGKeyArray, length: Int[Array, " B"]) -> Int[Array, " B"]:
 
 
 def _relabel(
-    old: PyTree[Array],
-    new: PyTree[Array],
-    shape: tuple[int, ...],
-    relabeled: Bool[Array, " B"],
-    path: str,
-) -> PyTree[Array]:
+    old: Arrays, new: Arrays, shape: tuple[int, ...], relabeled: Mask, path: str
+) -> Arrays:
     """Returns the goals at ``path``, replaced by the new ones in relabeled rows."""
     new = trees.match(old, new)
     _check_goals(old, new, shape, f"goal {path!r}")
@@ -209,16 +206,13 @@ def _relabel(
     return jax.tree.map(choose, old, new)
 
 
-def _expand(mask: Bool[Array, " B"], like: Array) -> Bool[Array, "B ..."]:
+def _expand(mask: Mask, like: Array) -> Bool[Array, "B ..."]:
     return jnp.broadcast_to(mask.reshape(-1, *(1,) * (like.ndim - 1)), like.shape)
 
 
 def _episodes(
-    achieved_goals: PyTree[Array] | Lookup,
-    like: PyTree[Array],
-    length: object,
-    rows: tuple[int, ...],
-) -> tuple[Lookup, Int[Array, " B"]]:
+    achieved_goals: Arrays | Lookup, like: Arrays, length: object, rows: tuple[int, ...]
+) -> tuple[Lookup, Index]:
     """Returns a function that looks up goals, and the number of steps of each episode."""
     if isinstance(achieved_goals, type):
         kind = checks.name_of(achieved_goals)
@@ -238,13 +232,13 @@ def _episodes(
     steps = shapes[0][1]
     length = jnp.full(rows, steps) if length is None else length
 
-    def look_up(row: Int[Array, " B"], step: Int[Array, " B"]) -> PyTree[Array]:
+    def look_up(row: Index, step: Integers) -> Arrays:
         return jax.tree.map(lambda leaf: leaf.at[row, step].get(mode="clip"), stored)
 
     return look_up, jnp.minimum(_counts(length, "length", rows), steps)
 
 
-def _counts(value: object, name: str, rows: tuple[int, ...]) -> Int[Array, " B"]:
+def _counts(value: object, name: str, rows: tuple[int, ...]) -> Integers:
     array = numbers.array(value, name)
     if array.shape != rows or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
@@ -253,9 +247,7 @@ def _counts(value: object, name: str, rows: tuple[int, ...]) -> Int[Array, " B"]
     return array.astype(jnp.int32)
 
 
-def _check_goals(
-    goals: PyTree[Array], achieved: PyTree[Array], shape: tuple[int, ...], name: str
-) -> None:
+def _check_goals(goals: Arrays, achieved: Arrays, shape: tuple[int, ...], name: str) -> None:
     """Refuses goals whose structure, shape or dtype differs from that of the achieved goals."""
     got = jax.tree.map(lambda leaf: f"{leaf.dtype} {leaf.shape}", goals)
     expected = jax.tree.map(lambda leaf: f"{leaf.dtype} {(*shape, *leaf.shape[1:])}", achieved)

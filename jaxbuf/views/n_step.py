@@ -2,11 +2,12 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.core import sizes
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
+from jaxbuf.core.types import Arrays, Count, Number
 from jaxbuf.views import rewarded
 
 
@@ -32,9 +33,9 @@ class NStep(Described):
 
 @program(static=("n", "reward", "terminated", "truncated"))
 def n_step(
-    window: PyTree[Array],
+    window: Arrays,
     n: int,
-    discount: float | Float[Array, ""] | Float[Array, "B L ..."],
+    discount: float | Number | Float[Array, "B L ..."],
     *,
     reward: str = "reward",
     terminated: str = "terminated",
@@ -105,7 +106,7 @@ def n_step(
     starts = max(length - n, 1)
 
     def extend(
-        carry: tuple[NStep, Bool[Array, "B M"]], offset: Int[Array, ""]
+        carry: tuple[NStep, Bool[Array, "B M"]], offset: Count
     ) -> tuple[tuple[NStep, Bool[Array, "B M"]], None]:
         so_far, running = carry
         now, end, cut, gamma = (

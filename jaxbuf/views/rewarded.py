@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from jaxbuf.core import fields, numbers, storage
-from jaxbuf.core.types import Dtype, Numbers
+from jaxbuf.core.types import Arrays, Dtype, Numbers
 
 
 class Rewarded(NamedTuple):
@@ -27,11 +27,7 @@ class Rewarded(NamedTuple):
 
 
 def read(
-    window: PyTree[Array],
-    discount: Numbers,
-    reward: str,
-    terminated: str,
-    truncated: str | None,
+    window: Arrays, discount: Numbers, reward: str, terminated: str, truncated: str | None
 ) -> Rewarded:
     """Reads the fields of a window; the arguments are those of ``jaxbuf.n_step``.
 
@@ -63,7 +59,7 @@ def wide(dtype: Dtype) -> Dtype:
     return dtype if jnp.finfo(dtype).bits > 32 else np.dtype(np.float32)
 
 
-def _flags(window: PyTree[Array], path: str, name: str, shape: tuple[int, ...]) -> Array:
+def _flags(window: Arrays, path: str, name: str, shape: tuple[int, ...]) -> Array:
     flags = _field(window, path, name, np.bool_)
     if flags.shape not in (shape, shape[:2]):
         raise ValueError(f"{name} has shape {flags.shape}; expected {shape}, that of reward")
@@ -75,7 +71,7 @@ def expand(field: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(field.reshape(*field.shape, *(1,) * (len(shape) - field.ndim)), shape)
 
 
-def _field(window: PyTree[Array], path: str, name: str, kind: type[np.generic]) -> Array:
+def _field(window: Arrays, path: str, name: str, kind: type[np.generic]) -> Array:
     value = fields.need(window, path, name, "the window has")
     array = numbers.array(value, name)
     if not jnp.issubdtype(array.dtype, kind):

@@ -2,17 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool
 
 from jaxbuf.core import numbers
+from jaxbuf.core.types import Arrays, Integers, Mask
 
 
 def terminal_states(
-    trajectories: PyTree[Array],
-    lengths: Int[Array, " B"] | None = None,
-    *,
-    mask: Bool[Array, "B T"] | None = None,
-) -> tuple[PyTree[Array], Bool[Array, " B"]]:
+    trajectories: Arrays, lengths: Integers | None = None, *, mask: Bool[Array, "B T"] | None = None
+) -> tuple[Arrays, Mask]:
     """Returns the last real row of each padded trajectory.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size
@@ -24,6 +24,7 @@ from jaxbuf.core.program import program
 from jaxbuf.core.signals import DeferredSignals
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Floats, Key, Number
 
 State = TypeVar("State")
 Result = TypeVar("Result")
@@ -279,7 +280,7 @@ class Holder(Generic[State]):
 
     def add(
         self,
-        items: PyTree[Array],
+        items: Arrays,
         *,
         mask: Bool[Array, "..."] | None = None,
         timeout: float | None = None,
@@ -310,7 +311,7 @@ class Holder(Generic[State]):
 
     def sample(
         self,
-        key: PRNGKeyArray,
+        key: Key,
         batch_size: int,
         *,
         least: int | None = None,
@@ -345,15 +346,15 @@ class Holder(Generic[State]):
 
     def sample_with_weights(
         self,
-        key: PRNGKeyArray,
+        key: Key,
         batch_size: int,
-        beta: float | Float[Array, ""],
+        beta: float | Number,
         normalize: Normalize | None = "batch",
         *,
         least: int | None = None,
         timeout: float | None = None,
         **options: Any,
-    ) -> tuple[Sample, Float[Array, " B"]]:
+    ) -> tuple[Sample, Floats]:
         """Samples as ``sample`` does; also returns the importance weights of the rows.
 
         Weights depend on the buffer as it was when the batch was drawn. Between two calls another
@@ -388,18 +389,13 @@ class Holder(Generic[State]):
             ((4,), (4,), 1.0)
         """
 
-        def weigh(state: Any, batch: Sample) -> tuple[Sample, Float[Array, " B"]]:
+        def weigh(state: Any, batch: Sample) -> tuple[Sample, Floats]:
             return batch, importance_weights(state, batch, beta, normalize)
 
         return self._sample(key, batch_size, least, timeout, options, weigh)
 
     def update_priority(
-        self,
-        slots: Slots,
-        priority: Float[Array, " B"],
-        *,
-        timeout: float | None = None,
-        **options: Any,
+        self, slots: Slots, priority: Floats, *, timeout: float | None = None, **options: Any
     ) -> None:
         """Calls ``jaxbuf.update_priority`` on the buffer.
 
@@ -522,7 +518,7 @@ class Holder(Generic[State]):
 
     def _sample(
         self,
-        key: PRNGKeyArray,
+        key: Key,
         batch_size: int,
         least: int | None,
         timeout: float | None,

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size, check_slots
@@ -20,6 +20,7 @@ from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.describe import Described, text
 from jaxbuf.core.program import OwnPrograms, is_outside, no_mesh
+from jaxbuf.core.types import Count, Flag
 from jaxbuf.strategies.protocols import Support
 
 Result = TypeVar("Result")
@@ -136,7 +137,7 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
         return self.buffer.capacity
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of items, or steps, that the buffer holds."""
         return self.read(operator.attrgetter("size"))
 
@@ -164,7 +165,7 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
         count = np.asarray(self.read(operator.attrgetter("occupancy.size")))
         return Contents(count)  # pyright: ignore[reportArgumentType]
 
-    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+    def can_sample(self, batch_size: int | Count = 1) -> Flag:
         """Returns whether at least ``batch_size`` items, or windows, can be drawn."""
         return self.read(lambda buffer, count: buffer.can_sample(count), batch_size)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray, PyTree, UInt
+from jaxtyping import Array, Int, Integer, PyTree
 
 from jaxbuf.buffers.arguments import (
     Where,
@@ -37,7 +37,7 @@ from jaxbuf.core.describe import Described
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.random import check_key, scale_word
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Arrays, Count, Flag, Function, Index, Integers, Key, Mask, Words
 from jaxbuf.strategies.episodes import Episode
 from jaxbuf.strategies.protocols import Sampler, Support
 
@@ -148,7 +148,7 @@ class Mixture(SlottedBuffer, Described):
         return sum(part.capacity for part in self.parts)
 
     @property
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of items, or steps, in all parts together."""
         return _total([part.size for part in self.parts])
 
@@ -188,7 +188,7 @@ class Mixture(SlottedBuffer, Described):
                 shares += [share._replace(fraction=share.fraction * fraction) for share in inner]
         return shares
 
-    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+    def can_sample(self, batch_size: int | Count = 1) -> Flag:
         """Returns whether every part can fill its rows of a batch, and has at least one item.
 
         Args:
@@ -228,12 +228,12 @@ class Mixture(SlottedBuffer, Described):
             return as_buffer(parts[part]).check_add(arguments)
         return arguments
 
-    def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
+    def add(self, items: Arrays, **options: Unpack[AddOptions]) -> Self:
         i = self._pop_part(options)
         check_options(self.parts[i], "add", options)
         return self.replace_part(i, self.parts[i].add(items, **options))
 
-    def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
+    def insert(self, items: Arrays, **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
         i = self._pop_part(options)
         check_options(self.parts[i], "insert", options, f"parts[{i}]")
         buffer, slots = self._slotted(i).insert(items, **options)
@@ -279,9 +279,7 @@ class Mixture(SlottedBuffer, Described):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
         return self._with_part(i, buffer)
 
-    def sample(
-        self, key: PRNGKeyArray, batch_size: int, **options: Unpack[SampleOptions]
-    ) -> Sample:
+    def sample(self, key: Key, batch_size: int, **options: Unpack[SampleOptions]) -> Sample:
         """Draws a batch with an exact number of rows from each part.
 
         Args:
@@ -315,7 +313,7 @@ class Mixture(SlottedBuffer, Described):
             }
         )
 
-    def next_batch(self, key: PRNGKeyArray, batch_size: int) -> tuple[Self, Sample]:
+    def next_batch(self, key: Key, batch_size: int) -> tuple[Self, Sample]:
         """Draws the next batch, with an exact number of rows from the pass of each part.
 
         A part with the sampler ``Shuffled`` gives the next items of its own pass, and each of its
@@ -385,7 +383,7 @@ class Mixture(SlottedBuffer, Described):
         index = jnp.where(inside, slots.index + self._slot_offset(part), self.capacity)
         return slots.replace(index=index)
 
-    def part_of(self, slots: Slots) -> Int[Array, " B"]:
+    def part_of(self, slots: Slots) -> Integers:
         """Returns the part of each row, ``[B]``; the number of parts if the row is invalid."""
         slots = check_slots(slots)
         ends = [self._slot_offset(i + 1) for i in range(len(self.parts))]
@@ -435,7 +433,7 @@ class Mixture(SlottedBuffer, Described):
             )
         parts, slots = list(self.parts), operation.slots
 
-        def perform(i: int) -> tuple[Bool[Array, " B"], Any]:
+        def perform(i: int) -> tuple[Mask, Any]:
             assert slots is not None
             part_slots = self.part_slots(arguments[slots], i)
             result = operation.call_on(parts[i], arguments | {slots: part_slots})
@@ -459,7 +457,7 @@ class Mixture(SlottedBuffer, Described):
             ValueError: If no part is an ``ItemBuffer`` or a ``TrajectoryBuffer``.
         """
 
-        def read(i: int) -> tuple[Bool[Array, " B"], Sample]:
+        def read(i: int) -> tuple[Mask, Sample]:
             part_slots = self.part_slots(slots, i)
             sample = self._slotted(i).get(part_slots)
             return part_slots.index < self.parts[i].capacity, sample.replace(
@@ -479,7 +477,7 @@ class Mixture(SlottedBuffer, Described):
             lambda i, *steps: self._global_slots(i, self._slotted(i).slots_at(*steps)),
         )
 
-    def locate(self, slots: Slots) -> tuple[Int[Array, " B"], UInt[Array, " B"]]:
+    def locate(self, slots: Slots) -> tuple[Index, Words]:
         """Returns the environment of each sampled window, and the position of its first step.
 
         Both have shape ``[B]``. Environments are numbered through all parts: the environments of a
@@ -491,7 +489,7 @@ class Mixture(SlottedBuffer, Described):
         """
         total = self.num_envs
 
-        def read(i: int) -> tuple[Bool[Array, " B"], tuple[Array, Array]]:
+        def read(i: int) -> tuple[Mask, tuple[Array, Array]]:
             env, position = self._slotted(i).locate(self.part_slots(slots, i))
             mask = env < as_buffer(self.parts[i]).num_envs
             return mask, (jnp.where(mask, env + self._env_offset(i), total), position)
@@ -500,7 +498,7 @@ class Mixture(SlottedBuffer, Described):
 
     def get_field(
         self, path: str, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
-    ) -> PyTree[Array]:
+    ) -> Arrays:
         return self._of_steps(
             "get_field",
             "environments",
@@ -528,7 +526,7 @@ class Mixture(SlottedBuffer, Described):
                 "episode", "episodes", slots, lambda i, *steps: self._slotted(i).episode(*steps)
             )
 
-        def read(i: int) -> tuple[Bool[Array, " B"], Episode]:
+        def read(i: int) -> tuple[Mask, Episode]:
             part_slots = self.part_slots(slots, i)
             return part_slots.index < self.parts[i].capacity, self._slotted(i).episode(part_slots)
 
@@ -595,9 +593,7 @@ class Mixture(SlottedBuffer, Described):
             raise ValueError(f"{name} was called, but no part {_MISSING[needs]}")
         return able
 
-    def _join(
-        self, name: str, needs: str, read: Callable[[int], tuple[Bool[Array, " B"], PyTree[Array]]]
-    ) -> PyTree[Array]:
+    def _join(self, name: str, needs: str, read: Callable[[int], tuple[Mask, Arrays]]) -> Arrays:
         """Joins the results of all parts that are able to, each for its own rows.
 
         Rows of no part get the result of the first of these parts, which does not hold them.
@@ -615,11 +611,11 @@ class Mixture(SlottedBuffer, Described):
 
     def _of_steps(
         self, name: str, needs: str, steps: tuple[object, object], read: Function
-    ) -> PyTree[Array]:
+    ) -> Arrays:
         """Returns ``read(i, env, position)`` of part ``i`` for steps, numbered as in ``locate``."""
         env, position, shape = broadcast_steps(*steps)
 
-        def read_part(i: int) -> tuple[Bool[Array, " B"], PyTree[Array]]:
+        def read_part(i: int) -> tuple[Mask, Arrays]:
             mask, part_env = self._part_envs(i, env)
             return mask, read(i, part_env, position)
 
@@ -643,9 +639,7 @@ class Mixture(SlottedBuffer, Described):
             parts[i] = change(parts[i], mask[start : start + count])
         return self.replace(parts=tuple(parts))
 
-    def _part_envs(
-        self, part: int, env: Int[Array, " B"]
-    ) -> tuple[Bool[Array, " B"], Int[Array, " B"]]:
+    def _part_envs(self, part: int, env: Index) -> tuple[Mask, Index]:
         """Returns a mask of the environments of a part, and their numbers in it, or past its end.
 
         This is for environments as ``part_slots`` is for slots.
@@ -711,11 +705,11 @@ def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:
     return whole + (ahead.sum(axis=1) < rows - whole.sum()).astype(whole.dtype)
 
 
-def _total(numbers: list[Array]) -> Int[Array, ""]:
+def _total(numbers: list[Array]) -> Count:
     return jnp.sum(jnp.stack(numbers), axis=0, dtype=jnp.int32)
 
 
-def _next_of(part: Any, key: PRNGKeyArray, rows: int) -> tuple[Any, Sample]:
+def _next_of(part: Any, key: Key, rows: int) -> tuple[Any, Sample]:
     """Returns a part after its next batch, or without its oldest items, and these rows."""
     return part.take(rows) if as_buffer(part).is_queue else part.next_batch(key, rows)
 
@@ -752,7 +746,7 @@ def _check_samples_alike(parts: tuple[DrawnBuffer, ...]) -> None:
     """Raises ValueError if samples of the parts cannot be concatenated to one batch."""
 
     def row_of(part: DrawnBuffer) -> PyTree:
-        def sample_row(key: PRNGKeyArray) -> PyTree[Array]:
+        def sample_row(key: Key) -> Arrays:
             batch = _next_of(part, key, 1)[1] if _has_queue(part) else part.sample(key, 1)
             return batch.data
 

@@ -21,11 +21,11 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from jaxtyping import Array, Int, PyTree, UInt
 
 from jaxbuf.core import versions
 from jaxbuf.core.collectives import vary_with
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Arrays, Floats, Function, Index, Mask, Word, Words
 
 KERNELS = (
     "set_leaves",
@@ -131,8 +131,8 @@ def using_native(enabled: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def either(
-    natively: Function, plainly: Function, *arrays: PyTree[Array], elsewhere: Function | None = None
-) -> PyTree[Array]:
+    natively: Function, plainly: Function, *arrays: Arrays, elsewhere: Function | None = None
+) -> Arrays:
     """Returns ``natively(*arrays)`` on a CPU with the kernels, and else ``plainly(*arrays)``.
 
     Other backends compute ``elsewhere(*arrays)`` instead, if another form is faster there.
@@ -176,7 +176,7 @@ def kernel(name: str, *fields: str) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
-        def call(*args: PyTree[Array], **numbers: int) -> Any:
+        def call(*args: Arrays, **numbers: int) -> Any:
             plainly = functools.partial(function, **numbers)
             if not _called.value:
                 return plainly(*args)
@@ -186,7 +186,7 @@ def kernel(name: str, *fields: str) -> Callable[[Function], Function]:
             integers = [*(getattr(args[0], field) for field in fields), *numbers.values()]
             sizes: dict[str, Any] = {"sizes": integers} if integers else {}
 
-            def natively(*args: PyTree[Array]) -> Any:
+            def natively(*args: Arrays) -> Any:
                 results = _call(name, out, *jax.tree.leaves(args), **sizes)
                 return jax.tree.unflatten(treedef, results)
 
@@ -201,7 +201,7 @@ def kernel(name: str, *fields: str) -> Callable[[Function], Function]:
 
 def _call(
     name: str, out: PyTree[Any], *arrays: Array, in_place: bool = False, **numbers: Any
-) -> PyTree[Array]:
+) -> Arrays:
     """Calls a kernel; its results vary over a mesh as the first of its arrays does.
 
     Where XLA allows it, the first result is the first array, updated ``in_place``.
@@ -216,12 +216,7 @@ def _call(
 
 
 def set_leaves(
-    nodes: Int[Array, " P"],
-    index: Int[Array, " B"],
-    value: Float[Array, " B"],
-    *,
-    ops: Sequence[int],
-    capacity: int,
+    nodes: Int[Array, " P"], index: Index, value: Floats, *, ops: Sequence[int], capacity: int
 ) -> tuple[Int[Array, " P"], Int[Array, " K"]]:
     """Returns the nodes and roots of a ``SegmentTree``; ``ops`` are positions in ``OPS``."""
     out = (nodes, jax.ShapeDtypeStruct((len(ops) + 1,), jnp.int32))
@@ -231,35 +226,33 @@ def set_leaves(
 
 def find(
     nodes: Int[Array, " P"],
-    prefix: Float[Array, " B"],
-    refine: Float[Array, " B"] | None,
+    prefix: Floats,
+    refine: Floats | None,
     *,
     row: int,
     ops: int,
     capacity: int,
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+) -> tuple[Index, Floats]:
     """Finds prefixes in a ``SegmentTree`` with ``ops`` operations, of which ``row`` is the sum."""
     out = (jax.ShapeDtypeStruct(prefix.shape, jnp.int32), prefix)
     arrays, refined = (nodes, prefix, prefix if refine is None else refine), refine is not None
     return _call("find", out, *arrays, refined=refined, row=row, ops=ops, capacity=capacity)
 
 
-def read(
-    index: Int[Array, " B"], nodes: Int[Array, " P"], *, capacity: int
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+def read(index: Index, nodes: Int[Array, " P"], *, capacity: int) -> tuple[Index, Index]:
     """Reads leaves of a ``SegmentTree``; returns the index and the bits of the leaves."""
     return _call("read", (index, index), nodes, index, capacity=capacity)
 
 
 def place(
     nodes: UInt[Array, "P 2"],
-    arrivals: UInt[Array, ""],
-    held: UInt[Array, ""],
-    rank: UInt[Array, " B"],
-    arrival: UInt[Array, " B"],
+    arrivals: Word,
+    held: Word,
+    rank: Words,
+    arrival: Words,
     *,
     capacity: int,
-) -> tuple[UInt[Array, "P 2"], Int[Array, " B"]]:
+) -> tuple[UInt[Array, "P 2"], Index]:
     """Returns the nodes of a ``Ranking`` and the slot of each row; those of rank 0 are refused."""
     out = (nodes, jax.ShapeDtypeStruct(rank.shape, jnp.int32))
     arrays = nodes, arrivals, held, rank, arrival
@@ -267,19 +260,14 @@ def place(
 
 
 def mark(
-    nodes: UInt[Array, " P"],
-    index: Int[Array, " B"],
-    member: Bool[Array, " B"],
-    *,
-    starts: Sequence[int],
-    capacity: int,
+    nodes: UInt[Array, " P"], index: Index, member: Mask, *, starts: Sequence[int], capacity: int
 ) -> UInt[Array, " P"]:
     """Returns the nodes of a ``Bitset``, whose levels begin at ``starts``, with other members."""
     arrays = nodes, index, member
     return _call("mark", nodes, *arrays, in_place=True, starts=starts, capacity=capacity)
 
 
-def keep_last(index: Int[Array, " B"], *, past_end: int) -> Int[Array, " B"]:
+def keep_last(index: Index, *, past_end: int) -> Index:
     """Returns the index with ``past_end`` in place of numbers that a later row repeats."""
     return _call("keep_last", index, index, past_end=past_end)
 
@@ -290,7 +278,7 @@ def random_words(key: UInt[Array, " 2"], *, count: int) -> UInt[Array, " {count}
 
 
 def take(
-    leaves: Sequence[Array], start: Int[Array, " B"], run: tuple[int, int] | None = None
+    leaves: Sequence[Array], start: Index, run: tuple[int, int] | None = None
 ) -> Sequence[Array]:
     """Reads slots, or runs of slots modulo the length of the ring that they are in.
 

@@ -69,7 +69,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import serialization, struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.trajectory import TrajectoryBuffer as Rings
@@ -79,6 +79,7 @@ from jaxbuf.core.describe import Described
 from jaxbuf.core.hyperparameters import Varying, split
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Key, Mask, Number
 from jaxbuf.interop.flashbax import _state, utils
 from jaxbuf.strategies.prioritized import Prioritized
 from jaxbuf.strategies.protocols import Sampler
@@ -143,7 +144,7 @@ class SumTreeRoot(NamedTuple):
     """
 
     nodes: Float[Array, " 1"]
-    max_recorded_priority: Float[Array, ""]
+    max_recorded_priority: Number
 
 
 @_dataclass
@@ -201,28 +202,28 @@ class TrajectoryBufferState(Generic[Experience], _Value):
         return _state.experience(self.buffer)
 
     @property
-    def current_index(self) -> Int[Array, ""]:
+    def current_index(self) -> Count:
         """The index on the time axis of the next step."""
         return self.buffer.rings.cursor[..., 0].astype(int)
 
     @property
-    def write_index(self) -> Int[Array, ""]:
+    def write_index(self) -> Count:
         """The same, as queues call it."""
         return self.current_index
 
     @property
-    def read_index(self) -> Int[Array, ""]:
+    def read_index(self) -> Count:
         """The index on the time axis of the earliest step, which a queue gives next."""
         num_steps = self.buffer.rings.held[..., 0].astype(int)
         return (self.current_index - num_steps) % self.buffer.length
 
     @property
-    def is_full(self) -> Bool[Array, ""]:
+    def is_full(self) -> Flag:
         """True if no more steps fit without overwriting earlier ones."""
         return self.buffer.rings.held[..., 0] == jnp.uint32(self.buffer.length)
 
     @property
-    def running_index(self) -> Int[Array, ""]:
+    def running_index(self) -> Count:
         """The number of steps that were added to each row."""
         return self.buffer.end_position[..., 0].astype(int)
 
@@ -264,7 +265,7 @@ class TrajectoryBufferSample(Generic[Experience], _Value):
     """
 
     experience: Experience
-    valid: Bool[Array, " B"] | None = struct.field(default=None, kw_only=True)
+    valid: Mask | None = struct.field(default=None, kw_only=True)
 
 
 @_dataclass
@@ -280,9 +281,9 @@ class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample[Experience]):
             window is overwritten. None in a batch that a program made.
     """
 
-    indices: Int[Array, " B"]
-    probabilities: Float[Array, " B"]
-    priorities: Float[Array, " B"] | None = struct.field(default=None, kw_only=True)
+    indices: Index
+    probabilities: Floats
+    priorities: Floats | None = struct.field(default=None, kw_only=True)
     slots: Slots | None = struct.field(default=None, kw_only=True)
 
 
@@ -307,7 +308,7 @@ class TrajectoryBuffer(Generic[Experience, _AnyState, _AnySample]):
     init: Callable[..., _AnyState]
     add: Callable[..., _AnyState]
     sample: Callable[..., _AnySample]
-    can_sample: Callable[..., Bool[Array, ""]]
+    can_sample: Callable[..., Flag]
 
     def replace(self, **functions: Callable[..., Any]) -> Self:
         """The same with other functions, such as jitted ones."""
@@ -334,7 +335,7 @@ class TrajectoryQueue(TrajectoryBuffer[Experience, _State, Any]):
         can_add: Takes a state, and returns whether ``add_sequence_length`` steps fit.
     """
 
-    can_add: Callable[..., Bool[Array, ""]]
+    can_add: Callable[..., Flag]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +348,7 @@ class Mixer:
     """
 
     sample: Callable[..., Any]
-    can_sample: Callable[..., Bool[Array, ""]]
+    can_sample: Callable[..., Flag]
 
 
 _Buffer: TypeAlias = TrajectoryBuffer[Any, _State, TrajectoryBufferSample[Any]]
@@ -548,13 +549,13 @@ def make_trajectory_queue(
     def init(experience: PyTree) -> _State:
         return TrajectoryBufferState(Rings.create(experience, add_batch_size, length))
 
-    def can_add(state: _State) -> Bool[Array, ""]:
+    def can_add(state: _State) -> Flag:
         return state.buffer.rings.held[..., 0] + jnp.uint32(add_sequence_length) <= length
 
-    def can_sample(state: _State) -> Bool[Array, ""]:
+    def can_sample(state: _State) -> Flag:
         return state.buffer.rings.held[..., 0] >= sample_sequence_length
 
-    def add(state: _State, batch: PyTree[Array]) -> _State:
+    def add(state: _State, batch: Arrays) -> _State:
         steps = jax.tree.leaves(batch)[0].shape[1]
         fits = state.buffer.rings.held[0] + jnp.uint32(steps) <= length
         mask = jnp.broadcast_to(fits, (add_batch_size, steps))
@@ -599,7 +600,7 @@ def make_mixer(
     counts = [int(share / sum(proportions) * sample_batch_size) for share in proportions]
     counts[0] += sample_batch_size - sum(counts)
 
-    def sample(states: Sequence[_State], key: PRNGKeyArray) -> Any:
+    def sample(states: Sequence[_State], key: Key) -> Any:
         batches: list[Any] = []
         keys = jax.random.split(key, len(buffers))
         for i, (buffer, state, count) in enumerate(zip(buffers, states, counts, strict=True)):
@@ -616,7 +617,7 @@ def make_mixer(
             batches = [rows.replace(**dict.fromkeys(_only_here(rows))) for rows in batches]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
 
-    def can_sample(states: Sequence[_State]) -> Bool[Array, ""]:
+    def can_sample(states: Sequence[_State]) -> Flag:
         pairs = zip(buffers, states, strict=True)
         return jnp.all(jnp.stack([buffer.can_sample(state) for buffer, state in pairs]))
 
@@ -649,7 +650,7 @@ def _prioritized(exponent: float | Varying) -> Prioritized:
     return Prioritized(alpha=check_fraction("priority_exponent", exponent))
 
 
-def _step(windows: PyTree[Array], number: int = 0) -> PyTree[Array]:
+def _step(windows: Arrays, number: int = 0) -> Arrays:
     return jax.tree.map(lambda leaf: leaf[:, number], windows)
 
 
@@ -688,7 +689,7 @@ def _windows(
     max_length: int | None,
     sampler: Sampler = Uniform(),
     shaped: Callable[[Any], Any] | None = None,
-    view: Callable[[PyTree[Array]], Any] = lambda data: data,
+    view: Callable[[Arrays], Any] = lambda data: data,
 ) -> Any:
     """A buffer of windows; ``shaped`` gives added leaves their axes, ``view`` hands windows out."""
     check_count("add_batch_size", rows)
@@ -746,7 +747,7 @@ def _windows(
         batch = batch if shaped is None else jax.tree.map(shaped, batch)
         return state.replace(buffer=doors.add(state.buffer, batch, donate=False))
 
-    def sample(state: _State, rng_key: PRNGKeyArray) -> TrajectoryBufferSample[Any]:
+    def sample(state: _State, rng_key: Key) -> TrajectoryBufferSample[Any]:
         buffer = as_state(state).buffer
         for name, expected, actual in (
             ("sample_sequence_length", sequence_length, buffer.sequence_length),
@@ -771,14 +772,10 @@ def _windows(
             slots=batch.slots,
         )
 
-    def can_sample(state: _State) -> Bool[Array, ""]:
+    def can_sample(state: _State) -> Flag:
         return state.is_full | (state.current_index >= least)
 
-    def set_priorities(
-        state: _State,
-        indices: Int[Array, " B"] | Slots,
-        priorities: Float[Array, " B"],
-    ) -> _State:
+    def set_priorities(state: _State, indices: Index | Slots, priorities: Floats) -> _State:
         state = as_state(state)
         slots = indices
         if not isinstance(slots, Slots):
@@ -813,7 +810,7 @@ def _pairs(
         )
     shaped = _shaper(add_batch_size is not None, sequences)
 
-    def view(windows: PyTree[Array]) -> ExperiencePair[Any]:
+    def view(windows: Arrays) -> ExperiencePair[Any]:
         return ExperiencePair(first=_step(windows, 0), second=_step(windows, 1))
 
     return _windows(rows, batch_size, 2, 1, least, None, length, sampler, shaped, view)

@@ -8,10 +8,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import checks, numbers
+from jaxbuf.core.types import Arrays
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.protocols import Sampler
 from jaxbuf.strategies.uniform import Uniform
@@ -96,7 +97,7 @@ def changed(buffer: TrajectoryBuffer, arrays: dict[str, Any]) -> TrajectoryBuffe
     return buffer
 
 
-def experience(buffer: TrajectoryBuffer) -> PyTree[Array]:
+def experience(buffer: TrajectoryBuffer) -> Arrays:
     """Returns the steps of a buffer, leaves ``[add_batch_size, max_length_time_axis, ...]``."""
     shape = buffer.rings.cursor.shape
     return jax.tree.map(
@@ -104,7 +105,7 @@ def experience(buffer: TrajectoryBuffer) -> PyTree[Array]:
     )
 
 
-def _rows(data: PyTree[Array], axis: int) -> PyTree[Array]:
+def _rows(data: Arrays, axis: int) -> Arrays:
     """Returns experience with the axes of rings (``axis``) and time folded, as buffers keep it."""
     return jax.tree.map(lambda leaf: lax.collapse(leaf, axis, axis + 2), data)
 
@@ -153,7 +154,7 @@ def _with_steps(rings: Rings, current_index: Any, is_full: Any) -> Rings:
     return rings.replace(cursor=for_each_ring(index % length), held=for_each_ring(num_steps))
 
 
-def _check_leading(data: PyTree[Array], leading: tuple[int, ...]) -> None:
+def _check_leading(data: Arrays, leading: tuple[int, ...]) -> None:
     """Checks that all leaves begin with these axes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         if leaf.shape[: len(leading)] != leading:

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+
+from jaxbuf.core.types import Arrays, Count
 
 __all__ = ["add_dim_to_args", "get_timestep_count", "get_tree_shape_prefix"]
 
 
-def get_tree_shape_prefix(tree: PyTree[Array], n_axes: int = 1) -> tuple[int, ...]:
+def get_tree_shape_prefix(tree: Arrays, n_axes: int = 1) -> tuple[int, ...]:
     """Returns the first axes of all leaves, at most ``n_axes`` of them.
 
     Raises:
@@ -56,7 +57,7 @@ def add_dim_to_args(
         (3, 1, 4)
     """
 
-    def widened(tree: PyTree[Array], axis: int) -> PyTree[Array]:
+    def widened(tree: Arrays, axis: int) -> Arrays:
         return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, axis), tree)
 
     chosen = slice(starting_arg_index, ending_arg_index)
@@ -73,7 +74,7 @@ def add_dim_to_args(
     return wrapper
 
 
-def get_timestep_count(buffer_state: Any) -> Int[Array, ""]:
+def get_timestep_count(buffer_state: Any) -> Count:
     """Returns the number of steps in a state, of all rows together.
 
     Example:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
 from jaxbuf.core import collectives
+from jaxbuf.core.types import Arrays, Index
 from jaxbuf.wrappers.sharded.per_device import map_shards, shard_ids
 
 # A batch of at most this many bytes is exchanged in a single step, with room for every row from
@@ -24,13 +25,13 @@ _MOST_PACKED = 2**32
 
 
 def exchange(
-    fetch: Callable[..., PyTree[Array]],
-    shards: PyTree[Array],
-    shard_of_row: Int[Array, " B"],
+    fetch: Callable[..., Arrays],
+    shards: Arrays,
+    shard_of_row: Index,
     count: int,
     nbytes: int,
     axis: str,
-) -> PyTree[Array]:
+) -> Arrays:
     """Returns the rows of a batch that belong on this device, from the shards that hold them.
 
     Args:
@@ -50,7 +51,7 @@ def exchange(
     devices, per_shard = count // local, batch_size // count
     per_device = local * per_shard
 
-    def send(row: Int[Array, " n"]) -> PyTree[Array]:
+    def send(row: Int[Array, " n"]) -> Arrays:
         """Sends block ``d`` of these rows to device ``d``; returns one from each, ``[n, ...]``."""
         rows = map_shards(fetch, in_axes=(0, 0, None))(shards, ids, row)  # [L, n, ...]
         shard = shard_of_row.at[row].get(mode="clip")  # [n]
@@ -83,7 +84,7 @@ def exchange(
     receives = misplaced[this_device][None] & (sender[this_device][None] == device)  # from device d
     column = jnp.broadcast_to(column, receives.shape)
 
-    def exchange_round(i: Array, batch: PyTree[Array]) -> PyTree[Array]:
+    def exchange_round(i: Array, batch: Arrays) -> Arrays:
         sent = _rows_of_round(sends, i, width, row, batch_size)  # [D, w]
         received = send(sent.reshape(-1))  # [D * w, ...]
         target = _rows_of_round(receives, i, width, column, per_device).reshape(-1)
@@ -126,7 +127,7 @@ def width_of_round(batch_size: int, devices: int, nbytes: int) -> int:
     return min(max(-(-per_device // devices), expected), per_device)
 
 
-def local_order(shard_of_row: Int[Array, " B"], count: int) -> Int[Array, " B"]:
+def local_order(shard_of_row: Index, count: int) -> Index:
     """Returns an order of the rows of a batch in which most of them are in their shard's block.
 
     The first ``B / S`` rows of each shard are placed in its own block. The other rows fill the gaps
@@ -151,9 +152,7 @@ def local_order(shard_of_row: Int[Array, " B"], count: int) -> Int[Array, " B"]:
     return by_shard[jnp.where(gap, surplus_row, start[block] + rank)]
 
 
-def _by_shard(
-    shard_of_row: Int[Array, " B"], count: int
-) -> tuple[Int[Array, " B"], Int[Array, " S"]]:
+def _by_shard(shard_of_row: Index, count: int) -> tuple[Index, Int[Array, " S"]]:
     """Returns the rows in the order of their shards, and the end of the rows of each shard."""
     rows = shard_of_row.shape[0]
     if count * rows <= _MOST_PACKED:

@@ -7,7 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.operation import Operation
@@ -16,7 +16,7 @@ from jaxbuf.core import checks, fields, numbers, trees
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.hyperparameters import bind
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Arrays, Count, Flag, Function, Index, Words
 from jaxbuf.strategies.mass import least_positive
 from jaxbuf.strategies.protocols import Sampler, ShardableSampler, Support
 from jaxbuf.wrappers.sharded.per_device import (
@@ -88,18 +88,14 @@ def hyperparameters(buffer: ShardedFields) -> dict[str, Array]:
 
 
 def change_sampler(
-    buffer: AnySharded,
-    change: Callable[..., SampledBuffer],
-    arguments: tuple[PyTree[Array], ...] = (),
+    buffer: AnySharded, change: Callable[..., SampledBuffer], arguments: tuple[Arrays, ...] = ()
 ) -> AnySharded:
     """Applies ``change(shard, *arguments)`` to every shard; only the first counts illegal values.
 
     So the sum of their counters counts these once.
     """
 
-    def body(
-        shards: SampledBuffer, _: object, replicated: tuple[PyTree[Array], ...]
-    ) -> SampledBuffer:
+    def body(shards: SampledBuffer, _: object, replicated: tuple[Arrays, ...]) -> SampledBuffer:
         changed = jax.vmap(lambda shard: change(shard, *replicated))(shards)
         first = shard_ids(shards, buffer.axis) == 0
         counters = jnp.where(first[:, None], changed.counters, shards.counters)
@@ -108,13 +104,13 @@ def change_sampler(
     return trees.updated(buffer, shards=run_on_devices(buffer, body, replicated=arguments))
 
 
-def summarize(shards: SampledBuffer) -> PyTree[Array]:
+def summarize(shards: SampledBuffer) -> Arrays:
     """Returns the summaries of the shards on this device, leaves ``[L]``."""
     state = lax.stop_gradient(shards.sampler_state)
     return jax.vmap(sampler_of(shards).summarize)(state, shards.occupancy)
 
 
-def total(buffer: ShardedFields, count: Callable[[SampledBuffer], Array]) -> Int[Array, ""]:
+def total(buffer: ShardedFields, count: Callable[[SampledBuffer], Array]) -> Count:
     """Returns the sum of ``count(shard)`` over all shards."""
 
     def body(shards: SampledBuffer, *_: object) -> Array:
@@ -137,7 +133,7 @@ def support(buffer: ShardedFields) -> Support:
     return run_on_devices(buffer, body, out=jax.P())
 
 
-def can_sample(buffer: ShardedFields, num_rows: Int[Array, ""]) -> Bool[Array, ""]:
+def can_sample(buffer: ShardedFields, num_rows: Count) -> Flag:
     """Returns whether so many rows can be drawn; without exchange, each shard needs its share."""
     if buffer.exchange:
         return support(buffer).count >= num_rows
@@ -149,17 +145,14 @@ def can_sample(buffer: ShardedFields, num_rows: Int[Array, ""]) -> Bool[Array, "
 
 
 def add_rows(
-    buffer: ShardedFields,
-    add_block: Function,
-    items: PyTree[Array],
-    arguments: dict[str, object],
+    buffer: ShardedFields, add_block: Function, items: Arrays, arguments: dict[str, object]
 ) -> Any:
     """Calls ``add_block(shard, items, arguments)`` on each shard with its block of the rows.
 
     Slots among the results are numbered through all shards, and have one row for each item.
     """
 
-    def body(shards: SampledBuffer, rows: tuple[PyTree[Array], ...], _: object) -> Any:
+    def body(shards: SampledBuffer, rows: tuple[Arrays, ...], _: object) -> Any:
         has_rows = any(leaf.size for leaf in jax.tree.leaves(rows[0]))
         # Steps whose priority is refused get the default, items are refused with it.
         if has_rows and ("priority" not in arguments or shards.num_envs):
@@ -198,7 +191,7 @@ def global_slots(buffer: ShardedFields, slots: Slots, shard_id: Int[Array, "..."
     return slots.replace(index=index)
 
 
-def shard_slots(slots: Slots, shard_id: Int[Array, ""], capacity: int) -> Slots:
+def shard_slots(slots: Slots, shard_id: Count, capacity: int) -> Slots:
     """Returns slots of the whole buffer as slots of a shard; those of others are out of range."""
     inside = slots.index // capacity == shard_id
     return slots.replace(index=jnp.where(inside, slots.index - shard_id * capacity, capacity))
@@ -219,11 +212,11 @@ def change_envs(
 
 
 def change_rows(
-    buffer: AnySharded, rows: PyTree[Array], change: Callable[[Any, Array, Any], SampledBuffer]
+    buffer: AnySharded, rows: Arrays, change: Callable[[Any, Array, Any], SampledBuffer]
 ) -> AnySharded:
     """Applies ``change(shard, shard_id, rows)`` to every shard, with the rows of all devices."""
 
-    def body(shards: SampledBuffer, rows: PyTree[Array], _: object) -> SampledBuffer:
+    def body(shards: SampledBuffer, rows: Arrays, _: object) -> SampledBuffer:
         rows = all_gather(rows, buffer.axis)  # [B]
         ids = shard_ids(shards, buffer.axis)
         return jax.vmap(change, in_axes=(0, 0, None))(shards, ids, rows)
@@ -231,7 +224,7 @@ def change_rows(
     return trees.updated(buffer, shards=run_on_devices(buffer, body, rows))
 
 
-def slots_at(buffer: ShardedFields, env: Int[Array, " B"], position: UInt[Array, " B"]) -> Slots:
+def slots_at(buffer: ShardedFields, env: Index, position: Words) -> Slots:
     """Returns the slots of the windows that start at steps of environments of all shards."""
 
     def read(shard: Any, shard_id: Array, steps: tuple[Array, Array]) -> Slots:
@@ -252,13 +245,13 @@ def slots_at(buffer: ShardedFields, env: Int[Array, " B"], position: UInt[Array,
     return slots.replace(index=slots.index + buffer.capacity)
 
 
-def read_rows(buffer: ShardedFields, rows: PyTree[Array], read: Function) -> PyTree[Array]:
+def read_rows(buffer: ShardedFields, rows: Arrays, read: Function) -> Arrays:
     """Returns ``read(shard, shard_id, rows)``, summed over the shards.
 
     For each row, at most one shard may return anything but 0.
     """
 
-    def body(shards: SampledBuffer, rows: PyTree[Array], _: object) -> PyTree[Array]:
+    def body(shards: SampledBuffer, rows: Arrays, _: object) -> Arrays:
         count = jax.tree.leaves(rows)[0].shape[0]
         rows = all_gather(rows, buffer.axis)  # [B]
         ids = shard_ids(shards, buffer.axis)
@@ -331,15 +324,11 @@ def cast_arguments(
 
 
 def change_each(
-    buffer: AnySharded,
-    change: Callable[..., SampledBuffer],
-    arguments: tuple[PyTree[Array], ...] = (),
+    buffer: AnySharded, change: Callable[..., SampledBuffer], arguments: tuple[Arrays, ...] = ()
 ) -> AnySharded:
     """Applies ``change(shard, *arguments)`` to every shard."""
 
-    def body(
-        shards: SampledBuffer, _: object, replicated: tuple[PyTree[Array], ...]
-    ) -> SampledBuffer:
+    def body(shards: SampledBuffer, _: object, replicated: tuple[Arrays, ...]) -> SampledBuffer:
         return map_shards(lambda shard: change(shard, *replicated))(shards)
 
     return trees.updated(buffer, shards=run_on_devices(buffer, body, replicated=arguments))

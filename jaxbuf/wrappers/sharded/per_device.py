@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core.collectives import mark_replicated
 from jaxbuf.core.describe import Described
+from jaxbuf.core.types import Arrays
 from jaxbuf.core.versions import reshard
 
 Result = TypeVar("Result")
@@ -56,8 +57,8 @@ class ShardedFields(Buffer, Described):
 def run_on_devices(
     buffer: ShardedFields,
     body: Callable[..., Result],
-    rows: PyTree[Array] = (),
-    replicated: PyTree[Array] = (),
+    rows: Arrays = (),
+    replicated: Arrays = (),
     out: jax.P | None = None,
 ) -> Result:
     """Runs ``body(shards, rows, replicated)`` on each device, with its own shards and rows.
@@ -116,7 +117,7 @@ def _constant_if_empty(leaf: Array) -> Array:
     return jnp.zeros_like(leaf) if leaf.size == 0 else leaf
 
 
-def num_local(shards: PyTree[Array]) -> int:
+def num_local(shards: Arrays) -> int:
     """Returns the number of shards among these, ``L = S / D`` on each device."""
     return jax.tree.leaves(shards)[0].shape[0]
 
@@ -131,7 +132,7 @@ def map_shards(
     updates an array in place use ``jax.vmap``: without the axis, XLA:CPU copies the array.
     """
 
-    def call(*args: PyTree[Array]) -> Result:
+    def call(*args: Arrays) -> Result:
         axes = (in_axes,) * len(args) if isinstance(in_axes, int) else in_axes
         if num_local([arg for arg, axis in zip(args, axes, strict=True) if axis == 0]) > 1:
             return jax.vmap(function, in_axes)(*args)
@@ -144,7 +145,7 @@ def map_shards(
     return call
 
 
-def shard_ids(shards: PyTree[Array], axis: str) -> Int[Array, " L"]:
+def shard_ids(shards: Arrays, axis: str) -> Int[Array, " L"]:
     """Returns the indices of the shards on this device."""
     local = num_local(shards)
     return lax.axis_index(axis) * local + jnp.arange(local, dtype=jnp.int32)

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int
 
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core import trees
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Arrays, Key
 from jaxbuf.wrappers.sharded.exchange import exchange, local_order
 from jaxbuf.wrappers.sharded.operations import global_slots, sampler_of, shard_slots, summarize
 from jaxbuf.wrappers.sharded.per_device import (
@@ -25,7 +26,7 @@ from jaxbuf.wrappers.sharded.per_device import (
 )
 
 
-def sample(buffer: ShardedFields, key: PRNGKeyArray, batch_size: int) -> Sample:
+def sample(buffer: ShardedFields, key: Key, batch_size: int) -> Sample:
     """Draws a batch from all shards, with the key of the first shard on all devices."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     nbytes = _row_bytes(buffer)
@@ -49,8 +50,8 @@ def sample(buffer: ShardedFields, key: PRNGKeyArray, batch_size: int) -> Sample:
 def _sample_as_one_buffer(
     buffer: ShardedFields,
     shards: SampledBuffer,
-    summaries: PyTree[Array],
-    key: PRNGKeyArray,
+    summaries: Arrays,
+    key: Key,
     batch_size: int,
     nbytes: int,
 ) -> Sample:
@@ -60,7 +61,7 @@ def _sample_as_one_buffer(
     order = local_order(targets.shard, count)  # [B]
     shard_of_row, points = jax.tree.map(lambda leaf: leaf[order], (targets.shard, targets.point))
 
-    def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> PyTree[Array]:
+    def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> Arrays:
         # Rows past the end of the batch get any point, and ``inside`` drops them.
         point = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), points)
         drawn = sampler.draw_at(shard.sampler_state, shard.occupancy, point, summaries)
@@ -74,7 +75,7 @@ def _sample_as_one_buffer(
 
 
 def _sample_equal_parts(
-    buffer: ShardedFields, shards: SampledBuffer, key: PRNGKeyArray, batch_size: int
+    buffer: ShardedFields, shards: SampledBuffer, key: Key, batch_size: int
 ) -> Sample:
     """Returns the same number of rows from each shard on this device."""
     count = buffer.num_shards
@@ -103,7 +104,7 @@ def get(buffer: ShardedFields, slots: Slots) -> Sample:
         # Slots out of range are looked up in any shard, which does not hold them.
         shard_of_row = jnp.clip(all_slots.index // capacity, 0, count - 1)  # [B]
 
-        def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> PyTree[Array]:
+        def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> Arrays:
             picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), all_slots)
             batch = shard.get(shard_slots(picked, shard_id, capacity))
             if buffer.exchange:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int, Integer
 
 from jaxbuf.buffers.arguments import (
     broadcast_steps,
@@ -27,7 +27,7 @@ from jaxbuf.core.program import is_outside, program
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Arrays, Count, Flag, Function, Key
 from jaxbuf.strategies.protocols import Sampler, Support
 from jaxbuf.wrappers.sharded import operations as on_shards
 from jaxbuf.wrappers.sharded import sampling
@@ -157,7 +157,7 @@ class Sharded(SlottedBuffer, ShardedFields):
 
     @property
     @program()
-    def size(self) -> Int[Array, ""]:
+    def size(self) -> Count:
         """The number of items, or steps, in all shards together."""
         return on_shards.total(self, lambda shard: shard.size)
 
@@ -168,7 +168,7 @@ class Sharded(SlottedBuffer, ShardedFields):
         return Contents(on_shards.total(self, lambda shard: shard.occupancy.size))
 
     @program()
-    def can_sample(self, batch_size: int | Int[Array, ""] = 1) -> Bool[Array, ""]:
+    def can_sample(self, batch_size: int | Count = 1) -> Flag:
         """Returns whether ``batch_size`` items can be drawn.
 
         Without ``exchange``, each shard must be able to draw its ``batch_size / S`` items.
@@ -178,7 +178,7 @@ class Sharded(SlottedBuffer, ShardedFields):
     def support(self) -> Support:
         return on_shards.support(self)
 
-    def add(self, items: PyTree[Array], **options: Unpack[AddOptions]) -> Self:
+    def add(self, items: Arrays, **options: Unpack[AddOptions]) -> Self:
         """Adds rows: the first ``B / S`` rows to the first shard, and so on.
 
         If ``S`` does not divide the number of your rows, pad them with rows that are masked out,
@@ -204,7 +204,7 @@ class Sharded(SlottedBuffer, ShardedFields):
         )
         return trees.updated(self, shards=shards)
 
-    def insert(self, items: PyTree[Array], **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
+    def insert(self, items: Arrays, **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
         shards, slots = self._add_rows(
             "insert",
             lambda shard, items, options: shard.insert(items, **options),
@@ -214,7 +214,7 @@ class Sharded(SlottedBuffer, ShardedFields):
         return trees.updated(self, shards=shards), slots
 
     def _add_rows(
-        self, name: str, add_block: Function, items: PyTree[Array], options: dict[str, object]
+        self, name: str, add_block: Function, items: Arrays, options: dict[str, object]
     ) -> Any:
         """Calls ``add_block(shard, items, options)`` on all shards, each with its own rows.
 
@@ -269,7 +269,7 @@ class Sharded(SlottedBuffer, ShardedFields):
         return on_shards.change_sampler(self, lambda shard: shard.with_sampler(sampler))
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, key: PRNGKeyArray, batch_size: int
+        self, key: Key, batch_size: int
     ) -> Sample:
         """Draws a batch from all shards.
 
