@@ -73,7 +73,6 @@ class OwningBuffer(Buffer):
 
     @property
     def storage(self) -> Arrays:
-        """The storage, ``data``."""
         return self.data
 
     @property

@@ -128,7 +128,6 @@ class ItemBuffer(SampledBuffer):
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
-        """Checks that a sampler can remove items if a part does, and has ages if it uses them."""
         if any(part.removes for part in extras):
             check_removes(sampler, "an item retires")
         if sampler.uses_age:
@@ -217,7 +216,6 @@ class ItemBuffer(SampledBuffer):
         return {**super().options(), "evictor": self.evictor}
 
     def room(self, sequence_length: int | None = None) -> tuple[int, str]:
-        """Returns the number of items that can be drawn, and a text about it."""
         del sequence_length
         reach = self.sampler.reach(self.capacity)
         text = "capacity is {}" if reach == self.capacity else "sampler draws from the newest {}"

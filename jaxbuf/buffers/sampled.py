@@ -94,7 +94,6 @@ class SampledBuffer(SlottedBuffer, SampledBase):
 
     @property
     def abilities(self) -> frozenset[str]:
-        """The names of what it is able to do, which operations need."""
         has = {
             "contents": True,
             "priorities": self.sampler.uses_priority,
@@ -338,7 +337,6 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return metrics
 
     def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of ``set_hyperparameters`` as one checked mapping, ``values``."""
         named = dict(arguments)
         values = named.pop("values", None)
         return {"values": check_values(self.sampler, values, named)}
@@ -370,11 +368,9 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return trees.updated(changed, counters=changed._counted({"rejected": ~legal}))
 
     def options(self) -> dict[str, Any]:
-        """Returns the strategies of the buffer, as keyword arguments of ``create``."""
         return {"sampler": filled(self.sampler), "parts": self.extras}
 
     def by_slot(self) -> dict[str, Array]:
-        """Returns the numbers by which items are drawn or evicted, ``[N]``, by name."""
         return {**self.bound_sampler.by_slot(self.sampler_state), **super().by_slot()}
 
     def move(self, old: Self, moves: Moves) -> Self:

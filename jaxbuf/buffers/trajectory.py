@@ -169,7 +169,6 @@ class TrajectoryBuffer(SampledBuffer):
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
-        """Checks that a sampler can remove windows, and needs no scores of steps."""
         del extras
         check_removes(sampler, "a window is gone")
         if sampler.uses_score:
@@ -199,7 +198,6 @@ class TrajectoryBuffer(SampledBuffer):
 
     @property
     def num_envs(self) -> int:
-        """The number of environments."""
         return self.rings.num_envs
 
     @property
@@ -240,7 +238,6 @@ class TrajectoryBuffer(SampledBuffer):
         return self.num_envs * -(-places // self.period)
 
     def room(self, sequence_length: int | None = None) -> tuple[int, str]:
-        """Returns the number of windows of a length that can be drawn, and a text about it."""
         most = self.max_windows
         if sequence_length is not None and sequence_length != self.sequence_length:
             places = self.length - self.num_earliest_ignored - (sequence_length - 1)
@@ -559,7 +556,6 @@ class TrajectoryBuffer(SampledBuffer):
         return jnp.where(mask & (row < self.capacity), row, self.capacity + env)
 
     def options(self) -> dict[str, Any]:
-        """Returns the configuration except the sizes, as keyword arguments of ``create``."""
         return {
             **super().options(),
             "sequence_length": self.sequence_length,
@@ -730,7 +726,6 @@ class TrajectoryBuffer(SampledBuffer):
 
     @property
     def step_axes(self) -> tuple[int, ...]:
-        """The axis of the steps of a window, ``(sequence_length,)``."""
         return (self.sequence_length,)
 
     @property
@@ -770,7 +765,6 @@ class TrajectoryBuffer(SampledBuffer):
         return jnp.where(begins, quotient(row, self.period), self.rings.num_slots)
 
     def _read(self, index: Index) -> Arrays:
-        """Returns the windows at ``index``, leaves ``[B, sequence_length, ...]``."""
         if self.episodes is None or not self.episodes.pads:
             first = jnp.minimum(index * self.period, self.capacity - 1)
             return storage.read_runs(self.data, first, self.sequence_length, self.length)

@@ -297,7 +297,6 @@ class SegmentTree(Checked, struct.PyTreeNode):
         return jax.tree.map(lambda leaf: sharded(leaf.shape, leaf.dtype), shapes)
 
     def check_valid(self, name: str) -> Iterator[str]:
-        """Yields leaves that are no numbers, and reductions that are not those of the leaves."""
         leaves = np.asarray(self.leaves)
         wrong, legal = np.isnan(leaves), "a number"
         if {"sum", "min_positive"} & set(self.ops):

@@ -140,7 +140,6 @@ class Bitset(Checked, struct.PyTreeNode):
         return type(self).create(self.capacity)
 
     def check_valid(self, name: str) -> Iterator[str]:
-        """Yields counts and ranks that differ from those of the members."""
         is_member, before, at = map(np.asarray, _query(self))
         expected = int(np.sum(is_member))
         size = np.asarray(self.size)

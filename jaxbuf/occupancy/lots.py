@@ -30,7 +30,6 @@ class Lots(Ranking):
 
     @classmethod
     def create(cls, capacity: int) -> Self:
-        """Returns free slots, with the words of ``jax.random.key(0)``."""
         ranking = Ranking.create(capacity)
         return cls(
             nodes=ranking.nodes,
@@ -75,7 +74,6 @@ class Lots(Ranking):
         return self.score
 
     def continuing(self, old: Any) -> Self:
-        """Returns these empty slots with the arrival numbers and the key of ``old``."""
         return super().continuing(old).replace(words=old.words)
 
     def clear(self) -> Self:

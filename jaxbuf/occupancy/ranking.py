@@ -99,7 +99,6 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         return self.replace(nodes=nodes, arrivals=self.arrivals + count, held=held), slot
 
     def refuses(self, score: Floats) -> Mask:
-        """Returns a mask of the rows that rank below all items while no slot is free."""
         root = self.nodes[_starts(self.capacity)[-2], 0]
         return (self.size == self.capacity) & (to_rank(score) < root)
 
@@ -131,7 +130,6 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         return self.replace(nodes=_write(self.nodes, slot, item, zero, self.capacity))
 
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
-        """Returns all slots in the order in which their items arrived, and which are live."""
         slot = jnp.arange(self.capacity, dtype=jnp.int32)
         # Numbers wrap; relative to the next one they are in order.
         order = sorting.order(self.generation(slot) - self.arrivals)
@@ -143,11 +141,9 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         return self.arrivals - jnp.uint32(1) - number
 
     def item_scores(self) -> Float[Array, " N"] | None:
-        """Returns ``score``."""
         return self.score
 
     def continuing(self, old: Any) -> Self:
-        """Returns this empty ranking, with numbers that come after those of ``old``."""
         return self.replace(arrivals=old.arrivals)
 
     def recomputed(self) -> Self:
@@ -165,7 +161,6 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         )
 
     def check_valid(self, name: str) -> Iterator[str]:
-        """Yields scores without an item, and nodes that are not the lowest of their children."""
         capacity, size = self.capacity, int(self.size)
         if not 0 <= size <= capacity:
             yield f"{name}.size is {size}; expected at most the capacity, {capacity}"
@@ -185,7 +180,6 @@ class Ranking(ItemOccupancy, Checked, struct.PyTreeNode):
         yield from differing(name, self, recomputed, "the lowest of its children")
 
     def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
-        """Yields items without a score."""
         scored = np.asarray(_recomputed(self)[2])
         wrong = np.asarray(live) & ~scored
         yield from first_wrong(f"{name}.scored", scored, wrong, "True, the slot holds an item")

@@ -50,7 +50,6 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
     @property
     def next_place(self) -> Count:
-        """The slot that is written next."""
         return self.position
 
     @property
@@ -95,7 +94,6 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
 
     @native.kernel("ring_slots_of", "capacity")
     def slots_of(self, index: Index, valid: Mask, *, past_end: int) -> tuple[Slots, Mask]:
-        """Returns the names of items, and which of the ``valid`` rows have one."""
         return super().slots_of(index, valid, past_end=past_end)
 
     def draw(self, words: Words) -> Index:
@@ -112,11 +110,9 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         return True
 
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
-        """Returns the items ``start`` to ``stop - 1``, as a slice of a list would."""
         return AgeRange.of(*self.span(), self.capacity, start, stop)
 
     def check_valid(self, name: str) -> Iterator[str]:
-        """Yields counters that are out of range."""
         position, size = np.asarray(self.cursor), np.asarray(self.held)
         yield from first_wrong(
             f"{name}.position", position, position >= self.capacity, f"less than {self.capacity}"
@@ -126,13 +122,11 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         )
 
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
-        """Returns all slots from the one that is written next, and which are live."""
         slot = jnp.arange(self.capacity, dtype=jnp.int32)
         order = remainder(self.position + slot, self.capacity)
         return order, self.live(order)
 
     def continuing(self, old: Any) -> Self:
-        """Returns this empty ring with later laps than those of ``old``."""
         return self.replace(lap=old.clear().lap)
 
     def clear(self) -> Self:

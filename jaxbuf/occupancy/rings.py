@@ -82,7 +82,6 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
 
     @property
     def num_slots(self) -> int:
-        """The number of slots of windows, of all rings together."""
         return self.num_envs * self.windows_per_ring
 
     @property
@@ -182,7 +181,6 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return env[:, None] * self.length + remainder(start[:, None] + offset[None], self.length)
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns a mask of the slots with a complete window."""
         age = self.age(index)
         _, _, held = self._counters(self.ring_and_start(index)[0])
         inside = (index >= 0) & (index < self.num_slots)
@@ -207,7 +205,6 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
 
     @native.kernel("rings_slots_of", *_SIZES)
     def slots_of(self, index: Index, valid: Mask, *, past_end: int) -> tuple[Slots, Mask]:
-        """Returns the ``Slots`` of windows, and which of the ``valid`` rows hold a live one."""
         return super().slots_of(index, valid, past_end=past_end)
 
     def draw(self, words: Words) -> Index:
@@ -293,18 +290,15 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return True
 
     def age_range(self, start: Bound, stop: Bound) -> AgeRange:
-        """Returns windows ``start`` to ``stop - 1`` of each ring, as a slice of a list would."""
         return AgeRange.of(*self.span(), self.windows_per_ring, start, stop)
 
     def check_valid(self, name: str) -> Iterator[str]:
-        """Yields cursors and numbers of steps that are out of range."""
         cursor, held = np.asarray(self.cursor), np.asarray(self.held)
         last = self.length - 1
         yield from first_wrong(f"{name}.cursor", cursor, cursor > last, f"at most {last}")
         yield from first_wrong(f"{name}.held", held, held > self.length, f"at most {self.length}")
 
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]]:
-        """Returns the slots of each ring from its earliest window on, and a mask of live ones."""
         first, _ = self.span()
         env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
         place = first[:, None] + jnp.arange(self.windows_per_ring, dtype=jnp.int32)[None]

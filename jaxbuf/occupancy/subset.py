@@ -68,7 +68,6 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
 
     @property
     def size(self) -> Count:
-        """The number of members."""
         return self.members.size
 
     def mark(self, index: Index, member: Mask) -> Self:
@@ -90,24 +89,19 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return self.mark(index, jnp.zeros(index.shape, bool))
 
     def place(self, rows: int, mask: Mask | None, score: Floats | None) -> tuple[Self, Index]:
-        """Chooses slots of the inner occupancy for new items, which become members."""
         inner, index = self.inner.place(rows, mask, score)
         return self.replace(inner=inner).include(index), index
 
     def refuses(self, score: Floats) -> Mask:
-        """Returns a mask of the rows that the inner occupancy would refuse."""
         return self.inner.refuses(score)
 
     def rescore(self, index: Index, score: Floats) -> Self:
-        """Sets the scores of the items at ``index`` in the inner occupancy."""
         return self.replace(inner=self.inner.rescore(index, score))
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns a mask of the slots that are members."""
         return self.members.get(index)
 
     def holds(self, slots: Slots) -> Mask:
-        """Returns a mask of the names whose items are still live members."""
         same = self.inner.generation(slots.index) == slots.generation
         return same & self.members.get(slots.index)
 
@@ -138,7 +132,6 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
 
     @property
     def num_slots(self) -> int:
-        """The number of slots."""
         return self.members.capacity
 
     @property
@@ -148,25 +141,20 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
 
     @property
     def places(self) -> Occupancy:
-        """The inner occupancy."""
         return self.inner
 
     def with_places(self, places: Occupancy) -> Self:
-        """Returns a subset of another occupancy with the same members."""
         return self.replace(inner=places)
 
     def moving(self, old: Any, source: Index, target: Index) -> Self:
-        """Returns this subset with those members of ``old`` that move, ``[B]``."""
         return self.replace(members=self.members.set(target, old.members.get(source)))
 
     def in_order(self) -> tuple[Int[Array, " N"], Bool[Array, " N"]] | None:
-        """Returns the slots in the order of the inner occupancy, and which are members."""
         ordered = self.inner.in_order()
         return None if ordered is None else (ordered[0], self.live(ordered[0]))
 
     @property
     def keeps_order(self) -> bool:
-        """True if the inner occupancy keeps the order of its items."""
         return self.inner.keeps_order
 
     def age_range(self, start: Bound, stop: Bound) -> "MemberAges":
@@ -201,7 +189,6 @@ class Subset(ItemOccupancy, struct.PyTreeNode):
         return self.members.at(rank)
 
     def check_items(self, name: str, live: Bool[Array, " N"]) -> Iterator[str]:
-        """Yields members without an item, and problems of the inner occupancy."""
         slot = jnp.arange(self.num_slots, dtype=jnp.int32)
         wrong = np.asarray(live & ~self.inner.live(slot))
         yield from first_wrong(f"{name}.members", live, wrong, "False, empty slot")

@@ -92,13 +92,11 @@ class Balanced(KnownSampler):
         return Draw(index, _probability(windows, env), valid)
 
     def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:
-        """Returns the probability that a single draw gives each of these live windows."""
         del state
         ages = occupancy.age_range(None, None)
         return _probability(ages.count, quotient(index, ages.most))
 
     def support(self, state: State, occupancy: Occupancy) -> Support:
-        """Returns the support, which is all windows."""
         del state
         windows = occupancy.age_range(None, None).count
         least = _probability(windows, jnp.argmax(windows)[None])[0]

@@ -124,15 +124,12 @@ class Blend(KnownSampler):
 
     @property
     def leaf_samplers(self) -> tuple[Sampler, ...]:
-        """The leaf samplers of all samplers."""
         return tuple(leaf for sampler in self.samplers for leaf in sampler.leaf_samplers)
 
     def init(self, capacity: int) -> tuple[State, ...]:
-        """Returns the states of all samplers."""
         return tuple(sampler.init(capacity) for sampler in self.samplers)
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns a mask of the values that all samplers that use them accept."""
         legal = jnp.ones(value.shape, bool)
         for sampler in self.samplers:
             if _uses_value(sampler):
@@ -146,7 +143,6 @@ class Blend(KnownSampler):
         value: Floats | None,
         removed: Int[Array, " R"],
     ) -> tuple[State, ...]:
-        """Updates the states of all samplers."""
         return tuple(
             sampler.on_change(inner, added, value if _uses_value(sampler) else None, removed)
             for sampler, inner in self._pairs(state)
@@ -166,20 +162,17 @@ class Blend(KnownSampler):
         return tuple(sampler.on_draw(inner, index) for sampler, inner in self._pairs(state))
 
     def map_state(self, state: tuple[State, ...], fn: Function) -> tuple[State, ...]:
-        """Maps the states of all samplers."""
         return tuple(sampler.map_state(inner, fn) for sampler, inner in self._pairs(state))
 
     def move(
         self, empty: tuple[State, ...], state: tuple[State, ...], moves: Moves
     ) -> tuple[State, ...]:
-        """Moves the states of all samplers."""
         return tuple(
             sampler.move(blank, inner, moves)
             for (sampler, inner), blank in zip(self._pairs(state), empty, strict=True)
         )
 
     def in_batch(self, batch_size: int) -> "Blend":
-        """Returns the blend of the samplers in a batch of this size."""
         samplers = tuple(sampler.in_batch(batch_size) for sampler in self.samplers)
         return changed(self, samplers=samplers)
 
@@ -208,7 +201,6 @@ class Blend(KnownSampler):
         return self._blended(self._scaled_weights(jnp.stack(counts) > 0), state, index, occupancy)
 
     def support(self, state: tuple[State, ...], occupancy: Occupancy) -> Support:
-        """Returns the items that any of the samplers can draw."""
         return support_of(everywhere(self, state, occupancy))
 
     def metrics(self, state: tuple[State, ...], occupancy: Occupancy) -> dict[str, Array]:
@@ -232,13 +224,11 @@ class Blend(KnownSampler):
     def check_valid(
         self, state: tuple[State, ...], name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:
-        """Checks the states of all samplers."""
         for i, (sampler, inner) in enumerate(self._pairs(state)):
             yield from sampler.check_valid(inner, f"{name}[{i}]", live, occupancy)
 
     @property
     def sequential(self) -> bool:
-        """True if it is so for each of the samplers."""
         return all(sampler.sequential for sampler in self.samplers)
 
     def _pairs(self, state: tuple[State, ...]) -> list[tuple[KnownSampler, State]]:

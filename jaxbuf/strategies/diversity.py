@@ -170,7 +170,6 @@ class Diversity(Part):
     def refuse(
         self, state: DiversityState, rows: Rows, occupancy: ItemOccupancy
     ) -> dict[str, Mask]:
-        """Returns masks of the rows that have a NaN, rank too low or are too close to others."""
         assert rows.score is not None
         points, ball = self.points(rows.items), self.ball(rows.items)
         incomparable = self._incomparable(rows.items, ball)
@@ -185,17 +184,14 @@ class Diversity(Part):
         return {"rejected": incomparable, **refused}
 
     def move(self, empty: DiversityState, state: DiversityState, moves: Moves) -> DiversityState:
-        """Moves the points."""
         return DiversityState(empty.points.set(moves.target, state.points.get(moves.source)))
 
     def on_add(self, state: DiversityState, index: Index, rows: Rows) -> DiversityState:
-        """Stores the compared parts of the new items at ``index``."""
         return state.replace(points=state.points.set(index, self.points(rows.items)))
 
     def on_write(
         self, state: DiversityState, index: Index, rows: Rows, path: str | None
     ) -> DiversityState:
-        """Stores the compared parts of changed items."""
         # What a function of an item depends on is not known.
         compared = _parts(self.field) or (None,)
         if not any(not isinstance(x, str) or fields.overlap(rows.items, path, x) for x in compared):
@@ -205,7 +201,6 @@ class Diversity(Part):
     def check_valid(
         self, state: DiversityState, name: str, live: NDArray[np.bool_], data: Arrays
     ) -> Iterator[str]:
-        """Checks that the points of the filter are those of the items."""
         slot = jnp.arange(live.size, dtype=jnp.int32)
 
         def differs(mask: NDArray[np.bool_]) -> bool:

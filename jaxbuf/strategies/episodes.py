@@ -192,7 +192,6 @@ class Episodes(Part):
     def on_steps(
         self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows
     ) -> "EpisodeIndex":
-        """Returns the index with new steps."""
         del index
         return state.extend(rows.items, rows.rings, rows.target, rows.mask)
 
@@ -220,14 +219,12 @@ class Episodes(Part):
     def on_map(
         self, state: "EpisodeIndex", data: Arrays, occupancy: Occupancy | Rings, path: str | None
     ) -> "EpisodeIndex":
-        """Recomputes the returns if the rewards of all steps have changed."""
         assert isinstance(occupancy, Rings)
         if not (self.record_return and fields.overlap(data, path, self.reward)):
             return state
         return state.recomputed(occupancy, data)
 
     def on_clear_envs(self, state: "EpisodeIndex", envs: Bool[Array, " E"]) -> "EpisodeIndex":
-        """Forgets the open episodes of these rings."""
         return state.clear(envs)
 
     @property

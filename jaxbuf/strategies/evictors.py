@@ -20,7 +20,6 @@ class Oldest(Evictor):
     """
 
     def init(self, capacity: int) -> Ring:
-        """Returns an empty ring."""
         return Ring.create(capacity)
 
 
@@ -43,7 +42,6 @@ class Lowest(Evictor):
     uses_score = True
 
     def init(self, capacity: int) -> Ranking:
-        """Returns an empty ranking."""
         return Ranking.create(capacity)
 
 
@@ -61,5 +59,4 @@ class Reservoir(Evictor):
         return False
 
     def init(self, capacity: int) -> Lots:
-        """Returns empty slots, with a fixed key."""
         return Lots.create(capacity)

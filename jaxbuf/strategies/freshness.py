@@ -142,7 +142,6 @@ class Freshness(Part):
                 checks.settle(self, sizes.check_count, name, least=least, most=2**31 - 1)
 
     def init(self, data: Arrays, slots: int) -> FreshnessState:
-        """Returns the state without uses, and with the learner at version 0 of session 0."""
         del data
         return FreshnessState(
             versions=jnp.zeros((slots,), jnp.int32),
@@ -185,26 +184,22 @@ class Freshness(Part):
     def refuse(
         self, state: FreshnessState, rows: Rows, occupancy: ItemOccupancy
     ) -> dict[str, Mask]:
-        """Returns a mask of the rows that are too stale already, or of another session."""
         del occupancy
         if rows.session is None and (rows.version is None or self.max_staleness is None):
             return {}
         return {"refused_stale": self._versions(state, rows) < self.floor(state.version)}
 
     def on_add(self, state: FreshnessState, index: Index, rows: Rows) -> FreshnessState:
-        """Records the versions of new items, with no uses."""
         return self._recorded(state, index, rows)
 
     def on_steps(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
     ) -> FreshnessState:
-        """Records the versions of windows, which are those of their first steps."""
         return self._recorded(state, index, rows)
 
     def refuse_windows(
         self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
     ) -> dict[str, Bool[Array, "E T"]]:
-        """Returns a mask of the windows that were too stale before they were complete."""
         del rows
         return {"refused_stale": self.read(state, index)[0] < self.floor(state.version)}
 
@@ -221,7 +216,6 @@ class Freshness(Part):
     def on_use(
         self, state: FreshnessState, index: Index, taken: Mask
     ) -> tuple[FreshnessState, Mask | None]:
-        """Counts uses, and returns a mask of the items that have now been used often enough."""
         # Counts stop at the largest int32. The update therefore comes after a read of the uses, and
         # after other readers such as ``Statistics`` (see ``core.order``).
         counted = taken & (storage.select(index, state.uses) < _NEVER)
@@ -232,17 +226,14 @@ class Freshness(Part):
         return state, taken & (storage.select(index, uses) >= self.max_use)
 
     def may_retire(self, state: FreshnessState) -> Flag:
-        """Returns whether any item can be too stale."""
         return jnp.min(state.oldest) < self.floor(state.version)
 
     def retires(self, state: FreshnessState) -> tuple[Int[Array, " C"], Bool[Array, " C"]]:
-        """Returns the slots of some blocks that may have items whose versions are too old."""
         index = self._suspects(state).reshape(-1)
         stale = storage.select(index, state.versions) < self.floor(state.version)
         return index, stale & (index < state.versions.shape[0])
 
     def looked(self, state: FreshnessState) -> FreshnessState:
-        """Notes the oldest versions that are left in these blocks."""
         index = self._suspects(state)
         versions = storage.select(index, state.versions)
         gone = (versions < self.floor(state.version)) | (index >= state.versions.shape[0])
@@ -263,7 +254,6 @@ class Freshness(Part):
     def on_retire(
         self, state: FreshnessState, index: Index, count: Word, *, event: str
     ) -> FreshnessState:
-        """Counts the items that retired, and forgets the versions that were too old."""
         if event == "use":
             return state.more(retired_used=count)
         # A window that is completed again stays too stale. The write also makes XLA read all
@@ -272,16 +262,13 @@ class Freshness(Part):
         return state.replace(versions=versions).more(retired_stale=count)
 
     def known(self, state: FreshnessState, index: Index) -> dict[str, Array]:
-        """Returns the number of uses and the staleness of items."""
         version, uses = self.read(state, index)
         return {"use_count": uses, "staleness": state.version - version}
 
     def on_clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
-        """Returns the empty state with the counters and the learner's version of before."""
         return empty.replace(counters=state.counters)
 
     def move(self, empty: FreshnessState, state: FreshnessState, moves: Moves) -> FreshnessState:
-        """Moves versions and uses, also those of windows that are not complete yet."""
         moved = (state.versions[moves.source], state.uses[moves.source])
         return state.replace(
             oldest=jnp.full_like(empty.oldest, jnp.min(state.oldest)),
@@ -311,7 +298,6 @@ class Freshness(Part):
     def check_valid(
         self, state: FreshnessState, name: str, live: NDArray[np.bool_], data: Arrays
     ) -> Iterator[str]:
-        """Checks that no live item should have retired."""
         del data
         uses, version = np.asarray(state.uses), np.asarray(state.versions)
         label = f"{name}.freshness_state.uses"

@@ -228,7 +228,6 @@ class Points(PointSet, struct.PyTreeNode):
         return lax.dynamic_slice(self.blocks, begin, (1, groups, stride, self.height))[0]
 
     def open(self, block: Count) -> tuple[Count, ReadGroup]:
-        """Returns the first slot of a block, and its points, of which groups are read on demand."""
         _, _, stride, columns = self.blocks.shape
 
         def read_group(group: Array) -> Array:
@@ -252,7 +251,6 @@ class ComputedPoints(PointSet):
     rows: Callable[[Count, int], Shaped[Array, "B D"]]
 
     def open(self, block: Count) -> tuple[Count, ReadGroup]:
-        """Returns the first slot of a block, and its points."""
         number = min(_columns(self.capacity), self.capacity)
         # The last block overlaps the one before it.
         first = jnp.minimum(block * number, self.capacity - number)

@@ -136,7 +136,6 @@ class Prioritized(ShardableSampler):
         checks.settle(self, checks.check_flag, "stratified", "replacement")
 
     def init(self, capacity: int) -> SegmentTree:
-        """Returns a tree of masses that are all zero."""
         return SegmentTree.create(capacity, ops=("sum", "max", "min_positive"))
 
     def mass(self, priority: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -151,14 +150,12 @@ class Prioritized(ShardableSampler):
         return _within(mass, base)
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns a mask of the priorities that are finite and not negative."""
         # XLA computes it once for both this and the mass.
         return _base(value, jnp.float32(self.epsilon))[1]
 
     def on_change(
         self, state: SegmentTree, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> SegmentTree:
-        """Sets the masses of new items, and zero for removed ones, in a single update."""
         return set_masses(state, added, self._new_masses(state, added, value), removed)
 
     def set_priority(self, state: SegmentTree, index: Index, value: Floats) -> SegmentTree:
@@ -166,7 +163,6 @@ class Prioritized(ShardableSampler):
         return state.set(index, self.mass(value))
 
     def by_slot(self, state: SegmentTree) -> dict[str, Float[Array, " N"]]:
-        """Returns the ``priority`` of each slot."""
         return {"priority": self.priority(state.leaves)}
 
     @property
@@ -175,7 +171,6 @@ class Prioritized(ShardableSampler):
         return self.replacement
 
     def summarize(self, state: SegmentTree, occupancy: Occupancy) -> MassSummary:
-        """Returns a summary of the masses."""
         return MassSummary(
             total=state.root("sum"),
             least=state.root("min_positive"),
@@ -185,19 +180,16 @@ class Prioritized(ShardableSampler):
         )
 
     def targets(self, summaries: MassSummary, key: Key, batch_size: int, capacity: int) -> Targets:
-        """Returns a point in the total mass for each row, and the shard in which it lies."""
         return self._targets(summaries, key, batch_size, capacity, jnp.float32(self.uniform_mix))
 
     def draw_at(
         self, state: SegmentTree, occupancy: Occupancy, point: "_Point", summaries: MassSummary
     ) -> Draw:
-        """Returns the items in which the points lie."""
         index, mass = self._find(state, occupancy, point)
         valid = jnp.broadcast_to(jnp.sum(summaries.size, axis=0) > 0, index.shape)
         return Draw(index, self._probability(summaries, mass), valid)
 
     def with_global_default(self, state: SegmentTree, summaries: MassSummary) -> SegmentTree:
-        """Returns the tree with the largest mass of all shards as its maximum, until it changes."""
         return state.replace_root("max", jnp.max(summaries.largest))
 
     def draw(self, state: SegmentTree, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
@@ -233,11 +225,9 @@ class Prioritized(ShardableSampler):
         return Draw(index, self._probability(summaries, mass), valid)
 
     def probability_among(self, state: SegmentTree, index: Index, summaries: MassSummary) -> Floats:
-        """Returns the probability that a single draw from all shards gives each live item."""
         return self._probability(summaries, state.read(index)[1])
 
     def support_among(self, summaries: MassSummary) -> Support:
-        """Returns the items with mass, or all live items if none has mass or draws are mixed."""
         size, nnz = (jnp.sum(n, axis=0, dtype=jnp.int32) for n in (summaries.size, summaries.nnz))
         least = least_positive(summaries.least)
         mixes = self.uniform_mix > 0
@@ -271,7 +261,6 @@ class Prioritized(ShardableSampler):
     def check_valid(
         self, state: SegmentTree, name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:
-        """Checks that only items have a mass."""
         del occupancy
         mass = np.asarray(state.leaves)
         wrong = ~live & (mass != 0)

@@ -270,7 +270,6 @@ class ShardableSampler(KnownSampler):
 
     @property
     def shardable(self) -> bool:
-        """True if this configuration can draw from several shards."""
         return True
 
     @abc.abstractmethod
@@ -337,7 +336,6 @@ class ShardableSampler(KnownSampler):
         return self.draw_at(state, occupancy, targets.point, summaries)
 
     def support(self, state: State, occupancy: Occupancy) -> Support:
-        """Returns the items that can be drawn."""
         return self.support_among(self.summaries(state, occupancy))
 
     def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:

@@ -131,7 +131,6 @@ class RankBased(KnownSampler):
         )
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns a mask of the finite priorities of at least 0, or the scores that are not NaN."""
         if self.by == "score":
             return ~jnp.isnan(value)
         return is_priority(value)
@@ -156,18 +155,15 @@ class RankBased(KnownSampler):
         return self._changed(state, index, value)
 
     def on_hyperparameters(self, state: RankState) -> RankState:
-        """Sorts the items, whose masses are then those of the present ``alpha``."""
         masses = self._sorted(state.values, state.masses)
         return RankState(state.values, masses, jnp.zeros_like(state.changes))
 
     def move(self, empty: RankState, state: RankState, moves: Moves) -> RankState:
-        """Moves the items, and computes the ranks among those in the new buffer."""
         old, new = (state.values, state.masses), (empty.values, empty.masses)
         values, masses = moves(new, old)
         return RankState(values, self._sorted(values, masses), jnp.int32(0))
 
     def by_slot(self, state: RankState) -> dict[str, Float[Array, " N"]]:
-        """Returns the ``priority``, or ``score``, of each slot."""
         return {self.by: state.values.leaves}
 
     def draw(self, state: RankState, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
@@ -215,7 +211,6 @@ class RankBased(KnownSampler):
     def check_valid(
         self, state: RankState, name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:
-        """Checks that only items have values, and masses those of their ranks once sorted."""
         value, mass = np.asarray(state.values.leaves), np.asarray(state.masses.leaves)
         in_empty = ~live & (value > -np.inf)
         yield from first_wrong(f"{name}.values.leaves", value, in_empty, "-inf, empty slot")
@@ -248,7 +243,6 @@ class RankBased(KnownSampler):
 
     @property
     def sequential(self) -> bool:
-        """True if rows are not drawn from strata."""
         return not (self.stratified and self.replacement)
 
     def _new_values(self, state: RankState, added: Index, value: Floats | None) -> Floats:

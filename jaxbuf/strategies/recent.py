@@ -93,15 +93,12 @@ class Recent(KnownSampler):
 
     @property
     def leaf_samplers(self) -> tuple[Sampler, ...]:
-        """The leaf samplers of the base, which alone keeps state."""
         return self.base.leaf_samplers
 
     def init(self, capacity: int) -> State:
-        """Returns the state of the base."""
         return self.base.init(capacity)
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns a mask of the values that the base accepts."""
         return self.base.accepts(value)
 
     def set_priority(self, state: State, index: Index, value: Floats) -> State:
@@ -111,7 +108,6 @@ class Recent(KnownSampler):
     def on_change(
         self, state: State, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> State:
-        """Updates the base, which alone keeps state."""
         return self.base.on_change(state, added, value, removed)
 
     def on_draw(self, state: State, index: Index) -> State:
@@ -119,23 +115,18 @@ class Recent(KnownSampler):
         return self.base.on_draw(state, index)
 
     def map_state(self, state: State, fn: Function) -> State:
-        """Maps the state of the base."""
         return self.base.map_state(state, fn)
 
     def move(self, empty: State, state: State, moves: Moves) -> State:
-        """Moves the state of the base."""
         return self.base.move(empty, state, moves)
 
     def reach(self, capacity: int) -> int:
-        """Returns the number of recent items if it draws no others, and else that of the base."""
         return min(self.steps, capacity) if is_fixed(self.ratio, 1.0) else self.base.reach(capacity)
 
     def by_slot(self, state: State) -> dict[str, Float[Array, " N"]]:
-        """Returns the numbers of the base."""
         return self.base.by_slot(state)
 
     def in_batch(self, batch_size: int) -> "Recent":
-        """Returns the sampler with the fraction of rows that are recent in such a batch."""
         if isinstance(self.ratio, jax.Array):
             # The rows of the base are taken from a whole batch.
             share = self._recent_rows(batch_size).astype(jnp.float32) / batch_size
@@ -183,7 +174,6 @@ class Recent(KnownSampler):
     def check_valid(
         self, state: State, name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:
-        """Checks the state of the base."""
         yield from self.base.check_valid(state, name, live, occupancy)
 
     @property

@@ -143,7 +143,6 @@ class Shuffled(Sampler):
         checks.settle(self, checks.check_flag, "drop_last")
 
     def init(self, capacity: int) -> Pass:
-        """Returns the first pass, over no items."""
         if capacity >= 2**30:
             raise ValueError(f"{self} goes over fewer than 2**30 slots, but there are {capacity}")
         return Pass(marks=Bitset.create(2 * capacity), passes=jnp.uint32(0))
@@ -151,13 +150,11 @@ class Shuffled(Sampler):
     def on_change(
         self, state: Pass, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> Pass:
-        """Adds new items to this pass, in place of those in their slots, and removes others."""
         del value
         new = jnp.concatenate([jnp.ones(added.shape, bool), jnp.zeros(removed.shape, bool)])
         return state.mark(jnp.concatenate([added, removed]), new, jnp.zeros_like(new))
 
     def move(self, empty: Pass, state: Pass, moves: Moves) -> Pass:
-        """Moves the marks of the items, in the same pass."""
         empty = empty.replace(passes=state.passes)
         return empty.mark(moves.target, *state.get(moves.source))
 
@@ -188,7 +185,6 @@ class Shuffled(Sampler):
         return self._advanced(state, batch_size), Draw(index, probability, valid)
 
     def probability(self, state: Pass, index: Index, occupancy: Occupancy) -> Floats:
-        """Returns the probability that a single draw gives each of these live items."""
         del state
         return jnp.broadcast_to(uniform_probability(occupancy.size), index.shape)
 
@@ -203,7 +199,6 @@ class Shuffled(Sampler):
     def check_valid(
         self, state: Pass, name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:
-        """Checks that each item is drawn in this pass, or left for it."""
         del occupancy
         slot = jnp.arange(live.size, dtype=jnp.int32)
         left, drawn = (np.asarray(mask) for mask in state.get(slot))

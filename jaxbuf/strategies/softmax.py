@@ -123,7 +123,6 @@ class Softmax(ShardableSampler):
             raise ValueError("fallback requires replacement=False; set both, or leave it out")
 
     def init(self, capacity: int) -> SoftmaxState:
-        """Returns the state without scores."""
         return SoftmaxState(
             scores=SegmentTree.create(capacity, ops=("max",)),
             masses=SegmentTree.create(capacity, ops=("sum", "min_positive")),
@@ -131,7 +130,6 @@ class Softmax(ShardableSampler):
         )
 
     def accepts(self, value: Float[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns a mask of the scores that are not NaN."""
         return ~jnp.isnan(value)
 
     def on_change(
@@ -175,7 +173,6 @@ class Softmax(ShardableSampler):
         return SoftmaxState(scores, masses, reference)
 
     def on_hyperparameters(self, state: SoftmaxState) -> SoftmaxState:
-        """Computes all masses anew, with the present temperature."""
         largest = state.scores.root("max")
         masses = state.masses.set_all(self._mass(state.scores.leaves, largest))
         return SoftmaxState(state.scores, masses, largest)
@@ -185,7 +182,6 @@ class Softmax(ShardableSampler):
         return self.set_priority(empty, moves.target, state.scores.leaves[moves.source])
 
     def by_slot(self, state: SoftmaxState) -> dict[str, Float[Array, " N"]]:
-        """Returns the ``score`` of each slot."""
         return {"score": state.scores.leaves}
 
     @property
@@ -194,7 +190,6 @@ class Softmax(ShardableSampler):
         return self.replacement
 
     def summarize(self, state: SoftmaxState, occupancy: Occupancy) -> _Summary:
-        """Returns a summary of the masses, and the reference score."""
         del occupancy
         masses = state.masses
         return _Summary(
@@ -202,7 +197,6 @@ class Softmax(ShardableSampler):
         )
 
     def targets(self, summaries: _Summary, key: Key, batch_size: int, capacity: int) -> Targets:
-        """Returns a point in the total mass for each row, and the shard in which it lies."""
         del capacity
         scale = self._scale(summaries.reference, summaries)
         word, low = random_words(key, (2, batch_size))
@@ -219,7 +213,6 @@ class Softmax(ShardableSampler):
         point: tuple[Floats, Floats],
         summaries: _Summary,
     ) -> Draw:
-        """Returns the items in which the points lie."""
         del occupancy
         index, mass = state.masses.find(*point)
         valid = jnp.broadcast_to(self._total(summaries) > 0, index.shape)
@@ -254,7 +247,6 @@ class Softmax(ShardableSampler):
         return Draw(index, self._probability(summaries, mass, state.reference), valid)
 
     def probability_among(self, state: SoftmaxState, index: Index, summaries: _Summary) -> Floats:
-        """Returns the probability that a single draw from all shards gives each live item."""
         index, mass = state.masses.read(index)
         if self.replacement:
             scale = self._scale(state.reference, summaries)
@@ -289,7 +281,6 @@ class Softmax(ShardableSampler):
     def check_valid(
         self, state: SoftmaxState, name: str, live: NDArray[np.bool_], occupancy: Occupancy
     ) -> Iterator[str]:
-        """Checks that only items have scores, and that masses are those of the scores."""
         score, mass = np.asarray(state.scores.leaves), np.asarray(state.masses.leaves)
         in_empty = ~live & (score > -np.inf)
         yield from first_wrong(f"{name}.scores.leaves", score, in_empty, "-inf, empty slot")

@@ -97,7 +97,6 @@ class Staleness(KnownSampler):
         checks.settle(self, checks.check_flag, "stratified", "replacement")
 
     def init(self, capacity: int) -> Visits:
-        """Returns visits of no items."""
         return Visits(last=jnp.zeros((capacity,), jnp.uint32), batches=jnp.uint32(0))
 
     def on_change(
@@ -150,7 +149,6 @@ class Staleness(KnownSampler):
 
     @property
     def sequential(self) -> bool:
-        """True if rows are not drawn from strata."""
         return not (self.stratified and self.replacement)
 
     def _probabilities(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:

@@ -52,27 +52,23 @@ class Uniform(ShardableSampler):
         return self.replacement
 
     def summarize(self, state: State, occupancy: Occupancy) -> Count:
-        """Returns the number of items."""
         del state
         return occupancy.size
 
     def targets(
         self, summaries: Int[Array, " S"], key: Key, batch_size: int, capacity: int
     ) -> Targets:
-        """Returns a shard for each row, likely in proportion to its size, and a random word."""
         del capacity
         return Targets(draw_shards(summaries, key, batch_size), random_words(key, (batch_size,)))
 
     def draw_at(
         self, state: State, occupancy: Occupancy, point: Words, summaries: Int[Array, " S"]
     ) -> Draw:
-        """Returns the item that each random word selects."""
         index = occupancy.draw(point)
         valid = jnp.broadcast_to(self.support_among(summaries).count > 0, index.shape)
         return Draw(index, self.probability_among(state, index, summaries), valid)
 
     def support_among(self, summaries: Int[Array, " S"]) -> Support:
-        """Returns the support, which is all live items."""
         size = jnp.sum(summaries, axis=0, dtype=jnp.int32)
         return Support(size, uniform_probability(size))
 
@@ -94,7 +90,6 @@ class Uniform(ShardableSampler):
         return Draw(index, probability, valid)
 
     def probability_among(self, state: State, index: Index, summaries: Int[Array, " S"]) -> Floats:
-        """Returns the probability that a single draw from all shards gives each live item."""
         del state
         return jnp.broadcast_to(self.support_among(summaries).least_probability, index.shape)
 
