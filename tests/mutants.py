@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 # Also sets what JAX is told in tests, for the processes that are started here.
 import conftest
+from jaxbuf.core import native
 
 ROOT = Path(conftest.__file__).parent
 PAGE = Path(__file__).with_suffix(".md")
@@ -95,6 +96,9 @@ def main() -> None:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
         (copy / "sitecustomize.py").write_text(SITE)
+        for kernels in native.__path__:
+            for file in Path(kernels).glob("libjaxbuf.so"):
+                shutil.copy(file, copy / "jaxbuf" / "core" / "native")
         ends = []
         for number, one in enumerate(mutants, start=1):
             began = time.monotonic()
