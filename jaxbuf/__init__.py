@@ -1,4 +1,27 @@
-"""Replay memory for JAX: every buffer an immutable pytree, every operation a pure function."""
+"""Replay memory for JAX: every buffer an immutable pytree, every operation a pure function.
+
+Create a buffer from an example of an item, add batches, sample, and update priorities:
+
+    >>> import jax, jax.numpy as jnp, jaxbuf
+    >>> item = {"obs": jnp.zeros(4), "reward": jnp.float32(0)}
+    >>> buffer = jaxbuf.ItemBuffer.create(item, capacity=1000, sampler=jaxbuf.Prioritized())
+    >>> buffer = jaxbuf.add(buffer, {"obs": jnp.ones((64, 4)), "reward": jnp.ones(64)})
+    >>> batch = jaxbuf.sample(buffer, jax.random.key(0), 32)    # data, slots, probability, valid
+    >>> weights = jaxbuf.importance_weights(buffer, batch, beta=0.4)
+    >>> buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.abs(batch.data["reward"]))
+    >>> int(buffer.size), batch.data["obs"].shape
+    (64, (32, 4))
+
+These functions donate the buffer: continue with the result. Within your own ``jax.jit`` call the
+methods, ``buffer.add(...)`` and ``buffer.sample(...)``, and donate the buffer there.
+
+Windows of consecutive steps come from a ``TrajectoryBuffer``, items that are taken once from a
+``Queue``, batches from several buffers from a ``Mixture``. ``Sharded`` is a buffer over several
+devices, ``Hosted`` one in the memory of the host, ``Holder`` one for several threads, ``Store`` one
+on disk. ``save`` and ``load`` keep a buffer, or a whole training state. ``jaxbuf.interop`` knows
+environments and flashbax's calls, ``jaxbuf.testing`` has assertions, ``jaxbuf.mpi`` the exchange
+between ranks.
+"""
 
 import importlib
 from typing import Any
@@ -188,3 +211,7 @@ def __getattr__(name: str) -> Any:
     if name in ("interop", "mpi", "testing"):
         return importlib.import_module(f"jaxbuf.{name}")
     raise AttributeError(f"module 'jaxbuf' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
