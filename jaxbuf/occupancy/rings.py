@@ -116,46 +116,46 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
             slot is past the end. No row of the storage and no slot occurs twice.
         """
         # Unsigned as far as possible, since every conversion is an operation for each ring.
-        unsigned = self.cursor[:, None]
-        cursor, held = unsigned.astype(jnp.int32), self.held[:, None].astype(jnp.int32)
+        unsigned = self.cursor[:, None]  # [E, 1]
+        cursor, held = unsigned.astype(jnp.int32), self.held[:, None].astype(jnp.int32)  # [E, 1]
         length = jnp.uint32(self.length)
-        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]
+        env = jnp.arange(self.num_envs, dtype=jnp.int32)[:, None]  # [E, 1]
         if mask is None:
             rank = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (self.num_envs, rows))
-            count = jnp.full((self.num_envs, 1), rows, jnp.int32)
-            added = jnp.ones(rank.shape, bool)
+            count = jnp.full((self.num_envs, 1), rows, jnp.int32)  # [E, 1]
+            added = jnp.ones(rank.shape, bool)  # [E, T]
         else:
-            rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-            count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
+            rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1  # [E, T]
+            count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)  # [E, 1]
             added = mask
-        place = remainder(unsigned + rank.astype(jnp.uint32), length)
-        target = (env.astype(jnp.uint32) * length + place).astype(jnp.int32)
-        if mask is not None or rows > self.length:
-            stays = added & (rank + self.length >= count)
-            target = jnp.where(stays, target, env.size * self.length)
+        place = remainder(unsigned + rank.astype(jnp.uint32), length)  # [E, T]
+        target = (env.astype(jnp.uint32) * length + place).astype(jnp.int32)  # [E, T]
+        if mask is not None or rows > self.length:  # Else all rows stay.
+            stays = added & (rank + self.length >= count)  # [E, T]
+            target = jnp.where(stays, target, env.size * self.length)  # [E, T]
 
         # Steps are counted from the first new one, so that those held now are negative. A new step
         # completes a window whose first step is still held after all new steps are written.
-        start = rank - (self.sequence_length - 1)
-        num_steps = jnp.minimum(held + count, self.length)
-        first = count - num_steps + self.ignored
-        completes = added & (start >= first)
-        completed = self._slot(env, cursor + start, completes)
+        start = rank - (self.sequence_length - 1)  # [E, T]
+        num_steps = jnp.minimum(held + count, self.length)  # [E, 1]
+        first = count - num_steps + self.ignored  # [E, 1]
+        completes = added & (start >= first)  # [E, T]
+        completed = self._slot(env, cursor + start, completes)  # [E, T]
         # Windows that start at the newest ``sequence_length - 1`` steps are not complete yet.
-        age = jnp.arange(min(rows, self.sequence_length - 1), dtype=jnp.int32)[None]
-        broken = self._slot(env, cursor + count - 1 - age, age < count)
+        age = jnp.arange(min(rows, self.sequence_length - 1), dtype=jnp.int32)[None]  # [1, A]
+        broken = self._slot(env, cursor + count - 1 - age, age < count)  # [E, A]
         if self.ignored:
             # These windows now start at ignored steps, and are not among the broken ones above.
-            start = first - 1 - jnp.arange(min(rows, self.ignored), dtype=jnp.int32)[None]
+            start = first - 1 - jnp.arange(min(rows, self.ignored), dtype=jnp.int32)[None]  # [E, I]
             ignored = (start >= self.ignored - held) & (start <= count - self.sequence_length)
             broken = jnp.concatenate([broken, self._slot(env, cursor + start, ignored)], axis=1)
 
-        increase = count[:, 0].astype(jnp.uint32)
-        end = self.cursor + increase
+        increase = count[:, 0].astype(jnp.uint32)  # [E]
+        end = self.cursor + increase  # [E]
         rings = self.replace(
-            cursor=remainder(end, length),
-            lap=self.lap + quotient(end, length),
-            held=jnp.minimum(self.held + increase, length),
+            cursor=remainder(end, length),  # [E]
+            lap=self.lap + quotient(end, length),  # [E]
+            held=jnp.minimum(self.held + increase, length),  # [E]
         )
         return rings, target, broken, completed
 
