@@ -170,12 +170,12 @@ class Episodes(Part):
             _check(data, self.reward, "reward", np.floating)
         num_envs, steps = rings.num_envs, rings.num_envs * rings.length
         return EpisodeIndex(
-            behind=jnp.zeros((steps,), jnp.int32),
-            returns=jnp.zeros((steps,), jnp.float32) if self.record_return else (),
-            since=() if self.last is None else jnp.zeros((steps,), jnp.int32),
-            run=jnp.zeros((num_envs,), jnp.int32),
-            pending=jnp.zeros((num_envs,), jnp.int32),
-            cut=jnp.zeros((num_envs,), bool),
+            behind=jnp.zeros((steps,), jnp.int32),  # [E * N]
+            returns=jnp.zeros((steps,), jnp.float32) if self.record_return else (),  # [E * N]
+            since=() if self.last is None else jnp.zeros((steps,), jnp.int32),  # [E * N]
+            run=jnp.zeros((num_envs,), jnp.int32),  # [E]
+            pending=jnp.zeros((num_envs,), jnp.int32),  # [E]
+            cut=jnp.zeros((num_envs,), bool),  # [E]
             episodes=self,
         )
 
@@ -324,27 +324,27 @@ class EpisodeIndex(struct.PyTreeNode):
             target: Where each step is stored, as returned by ``Rings.place``.
             mask: A mask of the steps that are added; None for all.
         """
-        terminated, last = self.episodes.flags(steps)
+        terminated, last = self.episodes.flags(steps)  # [E, T]
         if mask is None:
-            mask = jnp.ones(last.shape, bool)
-        terminated, last = terminated & mask, last & mask
-        rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
-        count = rank[:, -1:] + 1
-        run = self.run[:, None]
+            mask = jnp.ones(last.shape, bool)  # [E, T]
+        terminated, last = terminated & mask, last & mask  # [E, T]
+        rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1  # [E, T]
+        count = rank[:, -1:] + 1  # [E, 1]
+        run = self.run[:, None]  # [E, 1]
         # The number of the step that begins the next episode; the first new step has number 0.
-        begin = lax.cummax(jnp.where(last, rank + 1, -run), axis=1)
-        before = jnp.concatenate([-run, begin[:, :-1]], axis=1)
-        behind = jnp.minimum(rank - before, _FAR)
-        rows = target.reshape(-1)
+        begin = lax.cummax(jnp.where(last, rank + 1, -run), axis=1)  # [E, T]
+        before = jnp.concatenate([-run, begin[:, :-1]], axis=1)  # [E, T]
+        behind = jnp.minimum(rank - before, _FAR)  # [E, T]
+        rows = target.reshape(-1)  # [E * T]
         index = self.replace(
-            behind=storage.write(self.behind, behind.reshape(-1), rows),
-            run=jnp.minimum(count - begin[:, -1:], _FAR)[:, 0],
+            behind=storage.write(self.behind, behind.reshape(-1), rows),  # [E * N]
+            run=jnp.minimum(count - begin[:, -1:], _FAR)[:, 0],  # [E]
         )
         if self.episodes.last is not None:
-            restarts = mask & (terminated | (behind == 0))
+            restarts = mask & (terminated | (behind == 0))  # [E, T]
             index = index.replace(since=self._since(restarts, rank, rings, rows))
         if self.episodes.record_return:
-            rewards = self.episodes.rewards(steps)
+            rewards = self.episodes.rewards(steps)  # [E, T]
             new = record(
                 self.episodes.returns_by,
                 self._recorded,
@@ -367,17 +367,17 @@ class EpisodeIndex(struct.PyTreeNode):
             position: The positions of the steps.
             steps: The stored steps, leaves ``[E * N, ...]``.
         """
-        row = rings.row_of(env, position)
-        live = row < self.behind.size
-        behind = jnp.where(live, self.steps_before(row), 0)
-        steps_back = behind.astype(jnp.uint32)
-        earliest = (rings.end - rings.held).at[env].get(mode="clip")
+        row = rings.row_of(env, position)  # [B]
+        live = row < self.behind.size  # [B]
+        behind = jnp.where(live, self.steps_before(row), 0)  # [B]
+        steps_back = behind.astype(jnp.uint32)  # [B]
+        earliest = (rings.end - rings.held).at[env].get(mode="clip")  # [B]
         return Episode(
-            begin=position - steps_back,
-            held_begin=position - jnp.minimum(steps_back, position - earliest),
+            begin=position - steps_back,  # [B]
+            held_begin=position - jnp.minimum(steps_back, position - earliest),  # [B]
             to_end=jnp.where(live, self._to_end(rings, env, position, row), -1),
-            is_first=live & (behind == 0),
-            is_last=live & self._ended(rings, env, position),
+            is_first=live & (behind == 0),  # [B]
+            is_last=live & self._ended(rings, env, position),  # [B]
             last_terminated=position
             - jnp.where(live, self._terminated(row, steps), 0).astype(jnp.uint32),
             value=returns_at(self.episodes.returns_by, self._recorded, rings, env, position, row)
@@ -440,38 +440,39 @@ class EpisodeIndex(struct.PyTreeNode):
         avoids, extra = self.episodes.boundary == "avoid", rings.sequence_length - 1
         rows = min(most + extra, rings.length)
         # The axis of time comes first, [H, E]: XLA:CPU takes maxima over it in a sixth of the time.
-        age = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        env = jnp.arange(rings.num_envs, dtype=jnp.int32)
-        index = remainder(rings.cursor.astype(jnp.int32)[None] - 1 - age, rings.length)
-        stored = {"behind": self.behind}
+        age = jnp.arange(rows, dtype=jnp.int32)[:, None]  # [H, 1]
+        env = jnp.arange(rings.num_envs, dtype=jnp.int32)  # [E]
+        index = remainder(rings.cursor.astype(jnp.int32)[None] - 1 - age, rings.length)  # [H, E]
+        stored = {"behind": self.behind}  # [E * N]
         if self.episodes.short_windows == "terminated":
-            stored["terminated"] = self.episodes.flags(steps)[0]
-        earliest = env * rings.length + index[-1]
+            stored["terminated"] = self.episodes.flags(steps)[0]  # [E * N]
+        earliest = env * rings.length + index[-1]  # [E]
         runs = storage.read_runs(stored, earliest, rows, rings.length)  # [E, H], earliest first
-        columns = {name: run.T[::-1].astype(jnp.int32) for name, run in runs.items()}
+        columns = {name: run.T[::-1].astype(jnp.int32) for name, run in runs.items()}  # [H, E]
         behind, terminated = columns["behind"], columns.get("terminated", jnp.int32(0))
+        # A step ended its episode if the step after it, one row up, begins another.
+        ended = jnp.concatenate([self.run[None] == 0, behind[:-1] == 0])  # [H, E]
         # Twice the age of the last step of each step's episode, plus 1 if it terminated; negative
         # while the episode is open.
-        ended = jnp.concatenate([self.run[None] == 0, behind[:-1] == 0])
-        code = lax.cummax(jnp.where(ended, 2 * age + terminated, -2), axis=0)
-        last, terminated_last = code >> 1, (code & 1) == 1
+        code = lax.cummax(jnp.where(ended, 2 * age + terminated, -2), axis=0)  # [H, E]
+        last, terminated_last = code >> 1, (code & 1) == 1  # [H, E]
         short = (last >= 0) & (age - last < extra) if avoids else jnp.zeros(last.shape, bool)
-        end = jnp.where(short, last, age - extra)
-        complete = ~short | (self.episodes.short_windows == "ended") | terminated_last
-        new, startable = count[None], rings.held.astype(jnp.int32)[None] - rings.ignored
-        starts = (age < startable) & (remainder(index, rings.period) == 0)
+        end = jnp.where(short, last, age - extra)  # [H, E]
+        complete = ~short | (self.episodes.short_windows == "ended") | terminated_last  # [H, E]
+        new, startable = count[None], rings.held.astype(jnp.int32)[None] - rings.ignored  # [1, E]
+        starts = (age < startable) & (remainder(index, rings.period) == 0)  # [H, E]
         if self.episodes.period > 1:
-            starts &= remainder(behind, self.episodes.period) == 0
-        slot = env[None] * rings.windows_per_ring + quotient(index, rings.period)
-        refused = starts & ~complete & (age >= extra) & (age - extra < new)
-        starts &= complete & (end >= 0) & (end < new)
-        begun = (age < new) & ~starts & (remainder(index, rings.period) == 0)
+            starts &= remainder(behind, self.episodes.period) == 0  # [H, E]
+        slot = env[None] * rings.windows_per_ring + quotient(index, rings.period)  # [H, E]
+        refused = starts & ~complete & (age >= extra) & (age - extra < new)  # [H, E]
+        starts &= complete & (end >= 0) & (end < new)  # [H, E]
+        begun = (age < new) & ~starts & (remainder(index, rings.period) == 0)  # [H, E]
         return Completed(
-            slots=jnp.where(starts, slot, rings.num_slots).T,
-            end=end.T,
-            short=short.T,
+            slots=jnp.where(starts, slot, rings.num_slots).T,  # [E, H]
+            end=end.T,  # [E, H]
+            short=short.T,  # [E, H]
             broken=jnp.where(begun, slot, rings.num_slots)[:most].T,
-            refused=jnp.sum(refused, dtype=jnp.uint32),
+            refused=jnp.sum(refused, dtype=jnp.uint32),  # []
         )
 
     def recomputed(self, rings: Rings, steps: Arrays) -> Self:
