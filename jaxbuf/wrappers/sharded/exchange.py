@@ -56,15 +56,16 @@ def exchange(
         rows = map_shards(fetch, in_axes=(0, 0, None))(shards, ids, row)  # [L, n, ...]
         shard = shard_of_row.at[row].get(mode="clip")  # [n]
         local_shard = jnp.clip(shard - ids[0], 0, local - 1)  # [n]
-        index = jnp.arange(row.shape[0], dtype=jnp.int32)
+        index = jnp.arange(row.shape[0], dtype=jnp.int32)  # [n]
         rows = jax.tree.map(lambda leaf: leaf[local_shard, index] if local > 1 else leaf[0], rows)
         return collectives.all_to_all(rows, axis) if devices > 1 else rows
 
     row = jnp.arange(batch_size, dtype=jnp.int32).reshape(devices, per_device)  # [D, B / D]
     sender = shard_of_row.reshape(devices, per_device) // local  # [D, B / D]
-    column = jnp.arange(per_device, dtype=jnp.int32)
+    column = jnp.arange(per_device, dtype=jnp.int32)  # [B / D]
     if at_once(batch_size, nbytes):
-        received = send(jnp.where(sender == this_device, row, batch_size).reshape(-1))
+        # Rows past the end fill the places of rows that other devices send.
+        received = send(jnp.where(sender == this_device, row, batch_size).reshape(-1))  # [B, ...]
         received = jax.tree.map(
             lambda leaf: leaf.reshape(devices, per_device, *leaf.shape[1:]), received
         )  # [D, B / D, ...]
@@ -72,22 +73,22 @@ def exchange(
 
     # Most rows are already on the device where they belong. The others are sent in rounds of a few
     # rows between each pair of devices.
-    blocks = row[this_device].reshape(local, per_shard)
+    blocks = row[this_device].reshape(local, per_shard)  # [L, B / S]
     batch = map_shards(fetch)(shards, ids, blocks)  # [L, B / S, ...]
     batch = jax.tree.map(lambda leaf: leaf.reshape(per_device, *leaf.shape[2:]), batch)
     misplaced = shard_of_row.reshape(devices, per_device) != row // per_shard  # [D, B / D]
-    device = jnp.arange(devices, dtype=jnp.int32)[:, None]
-    pair = jnp.where(misplaced, device * devices + sender, devices**2).reshape(-1)
-    num_rows_of_pair = jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop")
+    device = jnp.arange(devices, dtype=jnp.int32)[:, None]  # [D, 1]
+    pair = jnp.where(misplaced, device * devices + sender, devices**2).reshape(-1)  # [B]
+    num_rows_of_pair = jnp.zeros((devices**2,), jnp.int32).at[pair].add(1, mode="drop")  # [D²]
     width = width_of_round(batch_size, devices, nbytes)
     sends = misplaced & (sender == this_device)  # [D, B / D], to device d
     receives = misplaced[this_device][None] & (sender[this_device][None] == device)  # from device d
-    column = jnp.broadcast_to(column, receives.shape)
+    column = jnp.broadcast_to(column, receives.shape)  # [D, B / D]
 
     def exchange_round(i: Array, batch: Arrays) -> Arrays:
         sent = _rows_of_round(sends, i, width, row, batch_size)  # [D, w]
         received = send(sent.reshape(-1))  # [D * w, ...]
-        target = _rows_of_round(receives, i, width, column, per_device).reshape(-1)
+        target = _rows_of_round(receives, i, width, column, per_device).reshape(-1)  # [D * w]
         return jax.tree.map(
             lambda leaf, new: leaf.at[target].set(new, mode="drop"), batch, received
         )
@@ -106,8 +107,8 @@ def _rows_of_round(
     # column ``width``, and so dropped.
     rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1  # [D, b]
     column = jnp.where(mask & (rank // width == i), rank % width, width)  # [D, b]
-    device = jnp.arange(mask.shape[0], dtype=jnp.int32)[:, None]
-    rows = jnp.full((mask.shape[0], width), past_end, jnp.int32)
+    device = jnp.arange(mask.shape[0], dtype=jnp.int32)[:, None]  # [D, 1]
+    rows = jnp.full((mask.shape[0], width), past_end, jnp.int32)  # [D, w]
     return rows.at[jnp.broadcast_to(device, column.shape), column].set(row, mode="drop")
 
 
@@ -139,16 +140,16 @@ def local_order(shard_of_row: Index, count: int) -> Index:
     per_shard = batch_size // count
     by_shard, end = _by_shard(shard_of_row, count)  # [B], [S]
     num_rows = jnp.diff(end, prepend=0)  # [S]
-    start = end - num_rows
+    start = end - num_rows  # [S]
     block, rank = jnp.divmod(jnp.arange(batch_size, dtype=jnp.int32), per_shard)  # [B]
     gap = rank >= num_rows[block]  # [B]
-    gap_rank = jnp.cumsum(gap, dtype=jnp.int32) - 1
+    gap_rank = jnp.cumsum(gap, dtype=jnp.int32) - 1  # [B]
     surplus = jnp.maximum(num_rows - per_shard, 0)  # [S]
-    surplus_end = jnp.cumsum(surplus, dtype=jnp.int32)
+    surplus_end = jnp.cumsum(surplus, dtype=jnp.int32)  # [S]
     # Shard ``s`` has ``surplus[s]`` rows too many. The gap of rank ``g`` gets surplus row ``g``.
-    giver = jnp.searchsorted(surplus_end, gap_rank, side="right", method="scan_unrolled")
+    giver = jnp.searchsorted(surplus_end, gap_rank, side="right", method="scan_unrolled")  # [B]
     giver = jnp.minimum(giver.astype(jnp.int32), count - 1)  # [B]
-    surplus_row = start[giver] + per_shard + gap_rank - (surplus_end - surplus)[giver]
+    surplus_row = start[giver] + per_shard + gap_rank - (surplus_end - surplus)[giver]  # [B]
     return by_shard[jnp.where(gap, surplus_row, start[block] + rank)]
 
 
@@ -157,13 +158,13 @@ def _by_shard(shard_of_row: Index, count: int) -> tuple[Index, Int[Array, " S"]]
     rows = shard_of_row.shape[0]
     if count * rows <= _MOST_PACKED:
         # Words are sorted several times as fast as pairs, and have the same order.
-        row = jnp.arange(rows, dtype=jnp.uint32)
-        packed = shard_of_row.astype(jnp.uint32) * jnp.uint32(rows) + row
-        ordered = lax.sort(packed, is_stable=False)
-        by_shard = (ordered % jnp.uint32(rows)).astype(jnp.int32)
-        last = jnp.arange(1, count + 1, dtype=jnp.uint32) * jnp.uint32(rows) - jnp.uint32(1)
+        row = jnp.arange(rows, dtype=jnp.uint32)  # [B]
+        packed = shard_of_row.astype(jnp.uint32) * jnp.uint32(rows) + row  # [B]
+        ordered = lax.sort(packed, is_stable=False)  # [B]
+        by_shard = (ordered % jnp.uint32(rows)).astype(jnp.int32)  # [B]
+        last = jnp.arange(1, count + 1, dtype=jnp.uint32) * jnp.uint32(rows) - jnp.uint32(1)  # [S]
     else:
-        by_shard = jnp.argsort(shard_of_row, stable=True)
-        ordered, last = shard_of_row[by_shard], jnp.arange(count, dtype=jnp.int32)
-    end = jnp.searchsorted(ordered, last, side="right", method="scan_unrolled")
+        by_shard = jnp.argsort(shard_of_row, stable=True)  # [B]
+        ordered, last = shard_of_row[by_shard], jnp.arange(count, dtype=jnp.int32)  # [B], [S]
+    end = jnp.searchsorted(ordered, last, side="right", method="scan_unrolled")  # [S]
     return by_shard, end.astype(jnp.int32)
