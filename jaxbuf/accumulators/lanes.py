@@ -96,45 +96,46 @@ class Lanes(struct.PyTreeNode):
             is past the end for rows that are masked out, or whose item was refused or dropped. All
             others are different.
         """
-        ends = mask & ends
-        begins = jnp.zeros_like(mask) if begins is None else mask & begins
-        rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - mask.astype(jnp.int32)
-        count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
+        ends = mask & ends  # [E, T]
+        begins = jnp.zeros_like(mask) if begins is None else mask & begins  # [E, T]
+        rank = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - mask.astype(jnp.int32)  # [E, T]
+        count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)  # [E, 1]
         # An item starts at the last row that begins one or follows an end. After it, a new item
         # starts every ``length`` rows, when a lane is full.
-        open_start = -self.filled[:, None]
+        open_start = -self.filled[:, None]  # [E, 1]
         start, stop = jnp.where(begins, rank, open_start), jnp.where(ends, rank + 1, open_start)
-        before = _largest_before(jnp.maximum(start, stop), open_start)
-        begin = jnp.maximum(before, start)
-        offset = remainder(rank - begin, self.length)
-        full = mask & (offset == self.length - 1)
-        complete = full | ends
-        dropped = begins & (remainder(rank - before, self.length) != 0)
+        before = _largest_before(jnp.maximum(start, stop), open_start)  # [E, T]
+        begin = jnp.maximum(before, start)  # [E, T]
+        offset = remainder(rank - begin, self.length)  # [E, T]
+        full = mask & (offset == self.length - 1)  # [E, T]
+        complete = full | ends  # [E, T]
+        dropped = begins & (remainder(rank - before, self.length) != 0)  # [E, T]
 
+        # Over time first, then over owners: the oldest item joins the queue first.
         order = jnp.cumsum(complete.T.reshape(-1), dtype=jnp.int32).reshape(complete.T.shape).T - 1
-        accepted = complete & (order < self.line.size - self.waiting)
-        entry = remainder(self.head + self.waiting + order, self.line.size)
-        swapped = jnp.where(accepted, order, -1)
-        lane = self._lane_after(_largest_before(swapped, jnp.full_like(open_start, -1)))
-        kept = mask & _is_kept(complete, accepted, begins)
-        target = jnp.where(kept, lane * self.length + offset, self.count * self.length)
+        accepted = complete & (order < self.line.size - self.waiting)  # [E, T]
+        entry = remainder(self.head + self.waiting + order, self.line.size)  # [E, T]
+        swapped = jnp.where(accepted, order, -1)  # [E, T]
+        lane = self._lane_after(_largest_before(swapped, jnp.full_like(open_start, -1)))  # [E, T]
+        kept = mask & _is_kept(complete, accepted, begins)  # [E, T]
+        target = jnp.where(kept, lane * self.length + offset, self.count * self.length)  # [E, T]
 
-        entry = jnp.where(accepted, entry, self.line.size).reshape(-1)
+        entry = jnp.where(accepted, entry, self.line.size).reshape(-1)  # [E * T]
         events = {
             "complete": complete,
-            "cut": full & ~ends,
-            "refused": complete & ~accepted,
+            "cut": full & ~ends,  # [E, T]
+            "refused": complete & ~accepted,  # [E, T]
             "dropped": dropped,
         }
-        counts = {name: jnp.sum(event, dtype=jnp.uint32) for name, event in events.items()}
-        last = jnp.maximum(start, stop).max(axis=1, keepdims=True)
+        counts = {name: jnp.sum(event, dtype=jnp.uint32) for name, event in events.items()}  # []
+        last = jnp.maximum(start, stop).max(axis=1, keepdims=True)  # [E, 1]
         lanes = self.replace(
-            lane=self._lane_after(swapped.max(1, keepdims=True))[:, 0],
-            filled=remainder(count - last, self.length)[:, 0],
-            line=self.line.at[entry].set(lane.reshape(-1), mode="drop", unique_indices=True),
+            lane=self._lane_after(swapped.max(1, keepdims=True))[:, 0],  # [E]
+            filled=remainder(count - last, self.length)[:, 0],  # [E]
+            line=self.line.at[entry].set(lane.reshape(-1), mode="drop", unique_indices=True),  # [W]
             rows=self.rows.at[entry].set(offset.reshape(-1) + 1, mode="drop", unique_indices=True),
-            waiting=self.waiting + jnp.sum(accepted, dtype=jnp.int32),
-            counters=self.counters + counters.tally(COUNTS, counts),
+            waiting=self.waiting + jnp.sum(accepted, dtype=jnp.int32),  # []
+            counters=self.counters + counters.tally(COUNTS, counts),  # [4]
         )
         return lanes, target
 
@@ -199,14 +200,14 @@ def _is_kept(
     # The next event of an item decides. Events are ordered in time: a completion comes after its
     # row, and the beginning of another item before its row. The lowest bit of an event's time is
     # set if the item is lost.
-    never = jnp.int32(4 * rows + 4)
-    time = 4 * jnp.arange(rows, dtype=jnp.int32)[None] + 2
-    completion = jnp.where(complete, time + (~accepted).astype(jnp.int32), never)
-    dropping = jnp.where(begins, time - 1, never)
+    never = jnp.int32(4 * rows + 4)  # []
+    time = 4 * jnp.arange(rows, dtype=jnp.int32)[None] + 2  # [1, T]
+    completion = jnp.where(complete, time + (~accepted).astype(jnp.int32), never)  # [E, T]
+    dropping = jnp.where(begins, time - 1, never)  # [E, T]
     dropping = jnp.concatenate(
         [dropping[:, 1:], jnp.full((complete.shape[0], 1), never, jnp.int32)], axis=1
     )
-    upcoming = lax.cummin(jnp.minimum(completion, dropping), axis=1, reverse=True)
+    upcoming = lax.cummin(jnp.minimum(completion, dropping), axis=1, reverse=True)  # [E, T]
     return upcoming % 2 == 0
 
 
