@@ -251,28 +251,29 @@ class SegmentTree(Checked, struct.PyTreeNode):
         the leaves. Touches two blocks of nodes per level.
         """
         row, name, width = self._row(op), cast("Op", op), self.width
-        neutral = _bits(jnp.full((width,), _NEUTRAL[name], jnp.float32))
-        low = jnp.clip(jnp.asarray(start, jnp.int32), 0, self.capacity)
-        high = jnp.clip(jnp.asarray(stop, jnp.int32), low, self.capacity)
-        lane = jnp.arange(width, dtype=jnp.int32)
+        neutral = _bits(jnp.full((width,), _NEUTRAL[name], jnp.float32))  # [W]
+        low = jnp.clip(jnp.asarray(start, jnp.int32), 0, self.capacity)  # []
+        high = jnp.clip(jnp.asarray(stop, jnp.int32), low, self.capacity)  # []
+        lane = jnp.arange(width, dtype=jnp.int32)  # [W]
         parts = [neutral]
         for level in levels(self.capacity, len(self.ops), width):
             # The level above covers whole blocks; only the partial ones at the ends are read here.
-            above_low, above_high = -(-low // width), high // width
-            inner_low, inner_high = above_low * width, above_high * width
+            above_low, above_high = -(-low // width), high // width  # []
+            inner_low, inner_high = above_low * width, above_high * width  # []
             for block, begin, end in (
                 (low // width, low, jnp.minimum(inner_low, high)),
                 (above_high, jnp.maximum(inner_high, inner_low), high),
             ):
-                node = block * width + lane
-                inside = (node >= begin) & (node < end)
-                exists = jnp.minimum(block, level.blocks - 1)[None]
-                values = _row_of(self.nodes, level, exists, row if level.number else 0)[0]
+                node = block * width + lane  # [W]
+                inside = (node >= begin) & (node < end)  # [W]
+                exists = jnp.minimum(block, level.blocks - 1)[None]  # [1]
+                values = _row_of(self.nodes, level, exists, row if level.number else 0)[0]  # [W]
                 if width != NARROW and level.number:
-                    values = _REDUCTIONS[name].bits(values)
+                    values = _REDUCTIONS[name].bits(values)  # [W]
                 parts.append(jnp.where(inside, values, neutral))
-            low, high = above_low, jnp.maximum(above_high, above_low)
-        whole = (lane >= low) & (lane < high)
+            # The ends of a range within one block, which is done, would cross.
+            low, high = above_low, jnp.maximum(above_high, above_low)  # []
+        whole = (lane >= low) & (lane < high)  # [W]
         parts.append(jnp.where(whole, self.roots[row], neutral))
         if name == "sum":
             return jnp.sum(_floats(jnp.stack(parts)))
@@ -586,28 +587,28 @@ def _set_plainly(
 ) -> tuple[Nodes, Int[Array, " K"]]:
     below, *above = levels(capacity, len(ops), width)
     rows = index.shape[0]
-    leaves = nodes[0][0] if isinstance(nodes, tuple) else nodes
-    legal = (index >= 0) & (index < capacity)
-    at = _place(nodes, jnp.where(legal, index, leaves.size))
+    leaves = nodes[0][0] if isinstance(nodes, tuple) else nodes  # [P], or [blocks, W] if wide
+    legal = (index >= 0) & (index < capacity)  # [B]
+    at = _place(nodes, jnp.where(legal, index, leaves.size))  # [B], past the end if illegal
     if rows > 1 and not unique:
         # The leaves serve as scratch space to find the last of several rows for one leaf, with
         # numbers above the bits of infinity, or with leaves of 0 if there are too few of these.
         if rows > 2**31 - 1 - _INFINITY:
             leaves = leaves.at[at].set(0, mode="drop")
-        number = jnp.arange(2**31 - rows, 2**31, dtype=jnp.int32)
+        number = jnp.arange(2**31 - rows, 2**31, dtype=jnp.int32)  # [B]
         leaves = leaves.at[at].max(number, mode="drop")
-        last = leaves.at[at].get(mode="fill", fill_value=0) == number
-        at = _place(nodes, jnp.where(last, index, leaves.size))
+        last = leaves.at[at].get(mode="fill", fill_value=0) == number  # [B]
+        at = _place(nodes, jnp.where(last, index, leaves.size))  # [B], past the end if not last
     leaves = leaves.at[at].set(_bits(value), mode="drop")
     nodes = ((leaves,), *nodes[1:]) if isinstance(nodes, tuple) else leaves
     # Recompute the parents of changed nodes, until a level has few nodes or no more than there are
     # rows. All nodes above are recomputed, which takes no gathers and fewer kernels: in a wide tree
     # those of up to 2**20 leaves. A dropped row recomputes the parents of the first leaf.
-    node = jnp.where(legal, index, 0)
+    node = jnp.where(legal, index, 0)  # [B]
     few = max(rows, width * width // 2)
     while above and above[0].count > few:
-        node, _ = _split(node, width)
-        values = _values(ops, _rows(nodes, below, node))
+        node, _ = _split(node, width)  # [B]
+        values = _values(ops, _rows(nodes, below, node))  # [B]
         below = above.pop(0)
         nodes = _write(nodes, below, node, values)
     stored, roots = _above(ops, _rows(nodes, below))
@@ -633,17 +634,17 @@ def _find_plainly(
     refine: Floats | None,
     total: Number,
 ) -> tuple[Index, Floats]:
-    node, mass = jnp.zeros_like(prefix, jnp.int32), prefix
+    node, mass = jnp.zeros_like(prefix, jnp.int32), prefix  # [B]
     # What is past the end of the tree stays past the end of every node.
-    residual = jnp.where(prefix >= total, jnp.inf, prefix)
+    residual = jnp.where(prefix >= total, jnp.inf, prefix)  # [B]
     for level in reversed(up):
-        masses = _floats(_row_of(nodes, level, node, row if level.number else 0)).T
-        sums = _sums(masses)
+        masses = _floats(_row_of(nodes, level, node, row if level.number else 0)).T  # [W, B]
+        sums = _sums(masses)  # [W, B]
         if refine is not None and level.number == (len(up) - 2) // 2:
-            residual = _refine(sums[-1], residual, refine)
-        child, residual, mass = _choose(masses, sums, residual)
+            residual = _refine(sums[-1], residual, refine)  # [B]
+        child, residual, mass = _choose(masses, sums, residual)  # [B]
         # A descent would leave the tree if it has no mass, or if a sum disagrees with its children.
-        node = jnp.minimum(node * len(masses) + child, level.count - 1)
+        node = jnp.minimum(node * len(masses) + child, level.count - 1)  # [B]
     return node, mass
 
 
@@ -671,16 +672,16 @@ def _choose(
         The child, the residual within it, and its mass.
     """
     # A rounded residual may equal the node's mass; it is limited to the largest float below it.
-    limit = sums[-1] * jnp.float32(_BELOW)
-    residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)
+    limit = sums[-1] * jnp.float32(_BELOW)  # [B]
+    residual = jnp.where(residual < jnp.inf, jnp.minimum(residual, limit), residual)  # [B]
     if len(masses) == NARROW:
         return _in_turn(masses, sums, residual)
-    lane, positive = jnp.arange(len(masses), dtype=jnp.int32)[:, None], masses > 0
-    first = jnp.min(jnp.where(positive & (residual[None] < sums), lane, len(masses)), axis=0)
-    last = jnp.max(jnp.where(positive, lane, 0), axis=0)
-    child = jnp.minimum(first, last)
-    before = jnp.max(jnp.where(positive & (lane < child[None]), sums, 0.0), axis=0)
-    mass = jnp.max(jnp.where(lane == child[None], masses, 0.0), axis=0)
+    lane, positive = jnp.arange(len(masses), dtype=jnp.int32)[:, None], masses > 0  # [W, 1], [W, B]
+    first = jnp.min(jnp.where(positive & (residual[None] < sums), lane, len(masses)), axis=0)  # [B]
+    last = jnp.max(jnp.where(positive, lane, 0), axis=0)  # [B]
+    child = jnp.minimum(first, last)  # [B]
+    before = jnp.max(jnp.where(positive & (lane < child[None]), sums, 0.0), axis=0)  # [B]
+    mass = jnp.max(jnp.where(lane == child[None], masses, 0.0), axis=0)  # [B]
     return child, residual - before, mass
 
 
@@ -688,15 +689,15 @@ def _in_turn(
     masses: Float[Array, "W B"], sums: Float[Array, "W B"], residual: Floats
 ) -> tuple[Index, Floats, Floats]:
     """Returns what ``_choose`` does, in one pass over the lanes: on a CPU a third of the time."""
-    child = jnp.zeros_like(residual, jnp.int32)
-    before = end = mass = jnp.zeros_like(residual)
-    searching = jnp.ones_like(residual, bool)
+    child = jnp.zeros_like(residual, jnp.int32)  # [B]
+    before = end = mass = jnp.zeros_like(residual)  # [B]
+    searching = jnp.ones_like(residual, bool)  # [B]
     for lane in range(len(masses)):
-        reached = searching & (masses[lane] > 0)
-        child = jnp.where(reached, lane, child)
-        before, end = jnp.where(reached, end, before), jnp.where(reached, sums[lane], end)
-        mass = jnp.where(reached, masses[lane], mass)
-        searching = searching & ~(reached & (residual < sums[lane]))
+        reached = searching & (masses[lane] > 0)  # [B]
+        child = jnp.where(reached, lane, child)  # [B]
+        before, end = jnp.where(reached, end, before), jnp.where(reached, sums[lane], end)  # [B]
+        mass = jnp.where(reached, masses[lane], mass)  # [B]
+        searching = searching & ~(reached & (residual < sums[lane]))  # [B]
     return child, residual - before, mass
 
 
