@@ -233,20 +233,20 @@ class Diversity(Part):
         occupancy: ItemOccupancy,
     ) -> Index:
         """Returns the number of the reason to refuse each offered row, or 0."""
-        active = jnp.bool_(True)
+        active = jnp.bool_(True)  # []
         if self.active == "full":
-            active = occupancy.size == state.points.capacity
-        low = offered & active & occupancy.refuses(score)
+            active = occupancy.size == state.points.capacity  # []
+        low = offered & active & occupancy.refuses(score)  # [B]
         # Sort the rows to compare to the front, best first. Everything below depends on the sorted
         # rows. XLA never fuses a sort with its consumers, so the buffer's lowest score is read
         # before the add changes it; otherwise XLA would copy the array that holds it.
-        key = jnp.where(offered, jnp.where(low, _LOW, ~to_rank(score)), _NOT_OFFERED)
-        row = jnp.arange(key.shape[0], dtype=jnp.int32)
-        key, order = lax.sort((key, row), num_keys=1)
-        low, admissible = key == _LOW, key < _LOW
-        count = jnp.where(active, jnp.sum(admissible, dtype=jnp.int32), jnp.int32(0))
+        key = jnp.where(offered, jnp.where(low, _LOW, ~to_rank(score)), _NOT_OFFERED)  # [B]
+        row = jnp.arange(key.shape[0], dtype=jnp.int32)  # [B]
+        key, order = lax.sort((key, row), num_keys=1)  # [B]
+        low, admissible = key == _LOW, key < _LOW  # [B]
+        count = jnp.where(active, jnp.sum(admissible, dtype=jnp.int32), jnp.int32(0))  # []
         if self.cutoff < 0:
-            count = jnp.int32(0)
+            count = jnp.int32(0)  # []
         ranked = Points.of(points[order])
 
         near_buffer = state.points.near(ranked, count, ball, lambda _, slot: occupancy.live(slot))
@@ -256,9 +256,9 @@ class Diversity(Part):
             )
             near_buffer &= ~near_batch
         else:
-            near_batch = _near_added(ranked, ~near_buffer, count, ball)
-        reason = jnp.where(near_batch, 2, jnp.where(near_buffer, jnp.int32(3), jnp.int32(0)))
-        reason = jnp.where(low, 1, reason)
+            near_batch = _near_added(ranked, ~near_buffer, count, ball)  # [B]
+        reason = jnp.where(near_batch, 2, jnp.where(near_buffer, jnp.int32(3), jnp.int32(0)))  # [B]
+        reason = jnp.where(low, 1, reason)  # [B]
         return jnp.zeros_like(reason).at[order].set(reason, unique_indices=True)
 
     def _incomparable(self, items: Arrays, ball: Ball) -> Mask:
@@ -328,43 +328,43 @@ def _is_coarse(x: Shaped[Array, " n"], cutoff: float) -> Bool[Array, " n"]:
 def _near_added(ranked: Points, candidates: Mask, count: Count, ball: Ball) -> Mask:
     """Returns a mask of the rows, sorted best first, that are near a higher one that is added."""
     rows, height = ranked.capacity, ranked.height
-    limit = jnp.float32(ball.limit)
+    limit = jnp.float32(ball.limit)  # []
     padding = ranked.num_tiles * height - rows
     candidates = jnp.pad(candidates & (jnp.arange(rows, dtype=jnp.int32) < count), (0, padding))
 
     def tile(k: Array, near_added: Bool[Array, " P"]) -> Bool[Array, " P"]:
         # A loop with static bounds has a 64-bit index if x64 mode is on.
-        k = jnp.asarray(k, jnp.int32)
-        first = k * height
-        added = candidates & ~near_added
+        k = jnp.asarray(k, jnp.int32)  # []
+        first = k * height  # []
+        added = candidates & ~near_added  # [P]
         # Rows of earlier tiles are decided; within the tile, rows are decided one by one.
-        block = ranked.tile(k)
+        block = ranked.tile(k)  # [G, S, R]
         near_before = ranked.near(
             Points(block[None], height),
             jnp.int32(height),
             ball,
             lambda _, other: (other < first) & added[jnp.minimum(other, rows - 1)],
         )
-        number = jnp.arange(height, dtype=jnp.int32)
+        number = jnp.arange(height, dtype=jnp.int32)  # [R]
         pairs = pairwise(
             block,
             functools.partial(lax.dynamic_index_in_dim, block, keepdims=False),
             number[None] < number[:, None],
             ball,
         )
-        is_near = pairs.sums <= limit
-        offered = lax.dynamic_slice(candidates, (first,), (height,))
+        is_near = pairs.sums <= limit  # [R, R]
+        offered = lax.dynamic_slice(candidates, (first,), (height,))  # [R]
 
         def settle(i: Array, out: Bool[Array, " R"]) -> Bool[Array, " R"]:
-            neighbors = lax.dynamic_index_in_dim(is_near, i, keepdims=False) & offered & ~out
+            neighbors = lax.dynamic_index_in_dim(is_near, i, keepdims=False) & offered & ~out  # [R]
             return lax.dynamic_update_slice(out, (out[i] | jnp.any(neighbors))[None], (i,))
 
-        begin = vary_with(near_before, is_near, offered)
-        settled = lax.fori_loop(0, height, settle, begin) & offered
+        begin = vary_with(near_before, is_near, offered)  # [R]
+        settled = lax.fori_loop(0, height, settle, begin) & offered  # [R]
         return lax.dynamic_update_slice(near_added, settled, (first,))
 
-    steps = -(-count // height)
-    none = vary_with(jnp.zeros_like(candidates), ranked.blocks)
+    steps = -(-count // height)  # []
+    none = vary_with(jnp.zeros_like(candidates), ranked.blocks)  # [P]
     return lax.fori_loop(0, steps, tile, none)[:rows]
 
 
