@@ -135,31 +135,32 @@ class PointSet(abc.ABC):
         """
         total, height, columns = points.capacity, points.height, _columns(self.capacity)
         blocks = math.ceil(self.capacity / columns)
-        lane = jnp.arange(columns, dtype=jnp.int32)[None]
-        row = jnp.arange(height, dtype=jnp.int32)[:, None]
-        number = jnp.int32(total) if count is None else count
+        lane = jnp.arange(columns, dtype=jnp.int32)[None]  # [1, L]
+        row = jnp.arange(height, dtype=jnp.int32)[:, None]  # [R, 1]
+        number = jnp.int32(total) if count is None else count  # []
 
         def read_pair(k: Array) -> tuple[Array, Array, ReadGroup, Array]:
             """Returns a tile's first row and points, a block's points, and the pairs to compare."""
             # A loop with static bounds has a 64-bit index if x64 mode is on.
-            k = jnp.asarray(k, jnp.int32)
-            tile_index, block = quotient(k, blocks), remainder(k, blocks)
+            k = jnp.asarray(k, jnp.int32)  # []
+            tile_index, block = quotient(k, blocks), remainder(k, blocks)  # []
             slot, read_group = self.open(block)
-            slot = slot + lane
+            slot = slot + lane  # [1, L]
             compared = usable(tile_index * height + row, slot) & (slot < self.capacity)
             return tile_index * height, points.tile(tile_index), read_group, compared
 
         # One step compares one tile of points with one block of slots.
         def step(k: Array, least: Float[Array, " P"]) -> Float[Array, " P"]:
             start, tile, read_group, compared = read_pair(k)
-            before = lax.dynamic_slice(least, (start,), (height,))
-            nearest = jnp.minimum(before, pairwise(tile, read_group, compared, ball).least)
+            before = lax.dynamic_slice(least, (start,), (height,))  # [R]
+            nearest = jnp.minimum(before, pairwise(tile, read_group, compared, ball).least)  # [R]
             return lax.dynamic_update_slice(least, nearest, (start,))
 
+        # The first pair tells over which devices of a mesh the result varies.
         _, tile, read_group, compared = read_pair(jnp.int32(0))
-        begin = jnp.full((points.num_tiles * height,), jnp.inf, jnp.float32)
-        begin = vary_with(begin, tile, read_group(jnp.int32(0)), compared, number)
-        least = lax.fori_loop(0, -(-number // height) * blocks, step, begin)[:total]
+        begin = jnp.full((points.num_tiles * height,), jnp.inf, jnp.float32)  # [P]
+        begin = vary_with(begin, tile, read_group(jnp.int32(0)), compared, number)  # [P]
+        least = lax.fori_loop(0, -(-number // height) * blocks, step, begin)[:total]  # [B]
         return jnp.where(jnp.arange(total, dtype=jnp.int32) < number, least, jnp.inf)
 
 
@@ -196,6 +197,7 @@ class Points(PointSet, struct.PyTreeNode):
         """Writes points to slots, which must differ; rows past the end are dropped."""
         blocks, groups, stride, columns = self.blocks.shape
         rows = jnp.pad(points, ((0, 0), (0, groups * stride - points.shape[1])))
+        # The last block has padding, so slots past the end get a block that does not exist.
         block = jnp.where(index < self.capacity, quotient(index, columns), blocks)
         # Each number has its index: XLA may transpose an array of which it writes whole slices.
         each = jnp.arange(groups)[:, None], jnp.arange(stride)[None, :]
@@ -286,10 +288,10 @@ def pairwise(
         ball: The norm and limit.
     """
     groups, _, height = tile.shape
-    limit = jnp.float32(ball.limit)
+    limit = jnp.float32(ball.limit)  # []
 
     def operands(group: Array) -> tuple[Array, Array]:
-        group = jnp.minimum(group, groups - 1)
+        group = jnp.minimum(group, groups - 1)  # []
         return lax.dynamic_index_in_dim(tile, group, keepdims=False), read_group(group)
 
     def unfinished(carry: tuple[Sums, Array, Array]) -> Array:
@@ -302,13 +304,13 @@ def pairwise(
         (done, sums, _), rows, columns = carry
         for k in range(0, _STRIDE, max(ball.words, 1)):
             coordinate = slice(k, k + ball.words) if ball.words else k
-            sums = ball.accumulate(sums, rows[coordinate], columns[coordinate])
+            sums = ball.accumulate(sums, rows[coordinate], columns[coordinate])  # [R, L]
         return Sums(done + 1, sums, jnp.min(sums, axis=1)), *operands(done + 1)
 
-    sums = jnp.where(mask, jnp.float32(0), jnp.float32(jnp.inf))
-    sums = jnp.broadcast_to(sums, (height, mask.shape[-1]))
+    sums = jnp.where(mask, jnp.float32(0), jnp.float32(jnp.inf))  # [R, L] or [1, L]
+    sums = jnp.broadcast_to(sums, (height, mask.shape[-1]))  # [R, L]
     begin = Sums(jnp.int32(0), sums, jnp.zeros((height,), jnp.float32))
-    group = operands(begin.groups)
+    group = operands(begin.groups)  # [S, R], [S, L]
     return lax.while_loop(unfinished, add_group, vary_with((begin, *group), mask, group))[0]
 
 
