@@ -58,8 +58,8 @@ def distinct(
     # About batch_size**2 / (2 * capacity) equally likely items repeat; unequal ones several times
     # as many.
     spare = min(max(4 * batch_size**2 // capacity, batch_size // 8, 1), batch_size)
-    first = propose(jax.random.fold_in(key, 0), batch_size + spare, scratch, *context)
-    chosen, filled = first_distinct(first, count, capacity, size=batch_size)
+    first = propose(jax.random.fold_in(key, 0), batch_size + spare, scratch, *context)  # [P]
+    chosen, filled = first_distinct(first, count, capacity, size=batch_size)  # [B], []
 
     def redraw(
         key: Key, count: Array, filled: Array, chosen: Array, scratch: Scratch, *context: Arrays
@@ -75,8 +75,8 @@ def distinct(
             if remove is not None:
                 scratch = remove(scratch, chosen)
             proposed = propose(jax.random.fold_in(key, round_), batch_size, scratch, *context)
-            both = jnp.concatenate([chosen, proposed])
-            chosen, filled = first_distinct(both, count, capacity, size=batch_size)
+            both = jnp.concatenate([chosen, proposed])  # [2 * B]
+            chosen, filled = first_distinct(both, count, capacity, size=batch_size)  # [B], []
             return round_ + 1, jnp.where(filled > before, 0, idle + 1), filled, chosen, scratch
 
         # The scratch may vary over the devices of a mesh while the key does not, or the reverse.
@@ -87,7 +87,7 @@ def distinct(
     rest = (key, count, filled, chosen, scratch, *context)
     # A loop copies the scratch even if it takes no step, so it runs only where it is needed.
     items = redraw(*rest) if remove is None else if_needed(filled < count, redraw, chosen, *rest)
-    drawn = jnp.arange(batch_size, dtype=jnp.int32) < count
+    drawn = jnp.arange(batch_size, dtype=jnp.int32) < count  # [B]
     return items, vary_with(drawn, items) & (items < capacity)
 
 
@@ -99,12 +99,12 @@ def first_distinct(
     Returns:
         These numbers, padded with ``bound`` to ``size``, and their count.
     """
-    row = jnp.arange(numbers.shape[0], dtype=jnp.int32)
+    row = jnp.arange(numbers.shape[0], dtype=jnp.int32)  # [P]
     # Sorting puts equal numbers next to each other, in the order of their rows.
-    ordered, order = lax.sort((numbers, row), num_keys=1)
-    repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])
-    new = jnp.zeros(repeats.shape, bool).at[order].set(~repeats & (ordered < bound))
-    rank = jnp.cumsum(new, dtype=jnp.int32)
-    target = jnp.where(new & (rank <= count), rank - 1, size)
-    chosen = jnp.full((size,), bound, numbers.dtype).at[target].set(numbers, mode="drop")
+    ordered, order = lax.sort((numbers, row), num_keys=1)  # [P]
+    repeats = jnp.concatenate([jnp.zeros((1,), bool), ordered[1:] == ordered[:-1]])  # [P]
+    new = jnp.zeros(repeats.shape, bool).at[order].set(~repeats & (ordered < bound))  # [P]
+    rank = jnp.cumsum(new, dtype=jnp.int32)  # [P]
+    target = jnp.where(new & (rank <= count), rank - 1, size)  # [P]
+    chosen = jnp.full((size,), bound, numbers.dtype).at[target].set(numbers, mode="drop")  # [S]
     return chosen, jnp.minimum(rank[-1], count)
