@@ -163,7 +163,7 @@ class TrajectoryBuffer(SampledBuffer):
                 raise ValueError(
                     f"a TrajectoryBuffer cannot have {part}, which is a part for items"
                 )
-        data = storage.allocate(example, (num_envs * length,), ("length", length))
+        data = storage.allocate(example, (num_envs * length,), ("length", length))  # [E * N, ...]
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
         return cls._empty(sampler, extras, data, rings, lambda part: part.init_windows(data, rings))
 
@@ -328,14 +328,14 @@ class TrajectoryBuffer(SampledBuffer):
             return self
         rings, target, broken, completed = self.rings.place(num_steps, offered.mask)
         rows = StepRows(**vars(offered), rings=self.rings, target=target)
-        flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), steps)
+        flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), steps)  # [E * T, ...]
         buffer = trees.updated(self, data=storage.write(self.data, flat, target.reshape(-1)))
         buffer = buffer._notify(lambda part: part.on_steps, self._windows_at(target), rows)
         counts = {"adds": rows.count}
         if value is not None:
             refuse({"rejected": ~self.bound_sampler.accepts(value)}, rows.taken, counts)
         if self.episodes is not None and self.episodes.removes:
-            count, order = _in_order(offered)
+            count, order = _in_order(offered)  # [E], [E, T]
             windows = buffer._index().completed(rings, buffer.data, count, num_steps)
             for reason in self.episodes.reasons:
                 counts[reason] = windows.refused
@@ -343,11 +343,11 @@ class TrajectoryBuffer(SampledBuffer):
             column = count[:, None] - 1 - windows.end
             column = jnp.take_along_axis(order, jnp.clip(column, 0, num_steps - 1), axis=1)
             rows, value = _rows_at(rows, column), _at(value, column)
-            ignored = broken[:, min(num_steps, self.sequence_length - 1) :]
-            broken = jnp.concatenate([windows.broken, ignored], axis=1)
-            completed = windows.slots
+            ignored = broken[:, min(num_steps, self.sequence_length - 1) :]  # [E, I]
+            broken = jnp.concatenate([windows.broken, ignored], axis=1)  # [E, R]
+            completed = windows.slots  # [E, H]
         completed, refused = buffer._refuse(completed, rows, counts)
-        removed = jnp.concatenate([broken, *refused], axis=1)
+        removed = jnp.concatenate([broken, *refused], axis=1)  # [E, R]
         buffer = buffer._change_windows(rings, added=completed, value=value, removed=removed)
         return trees.updated(buffer, counters=self._counted(counts))
 
@@ -485,11 +485,11 @@ class TrajectoryBuffer(SampledBuffer):
     def end_episodes(self, envs: Envs = None) -> Self:
         i = self._need_episodes("end_episodes was called, but ")
         index, rings = self._index(), self.rings
-        mask = mask_of(envs, self.num_envs) & (index.run > 0)
+        mask = mask_of(envs, self.num_envs) & (index.run > 0)  # [E]
         newest = self._newest_rows(mask)  # [E]
         data, paths = index.episodes.truncate(self.data, newest)
         ended = trees.updated(self.with_state(i, index.end(rings, mask)), data=data)
-        steps = lax.stop_gradient(storage.read(data, newest))
+        steps = lax.stop_gradient(storage.read(data, newest))  # [E, ...]
         if write_back.follows_writes(self.extras):
             for path in paths:
                 states = lax.stop_gradient(ended.extra_states)
@@ -510,11 +510,11 @@ class TrajectoryBuffer(SampledBuffer):
 
     def drop_newest_episode(self, envs: Envs = None) -> Self:
         i = self._need_episodes("drop_newest_episode was called, but ")
-        mask = mask_of(envs, self.num_envs)
+        mask = mask_of(envs, self.num_envs)  # [E]
         index, rings = self._index(), self.rings
-        newest = self._newest_rows(mask)
-        steps = index.steps_before(newest) + 1
-        count = jnp.where(newest < self.capacity, steps, 0)
+        newest = self._newest_rows(mask)  # [E]
+        steps = index.steps_before(newest) + 1  # [E]
+        count = jnp.where(newest < self.capacity, steps, 0)  # [E]
         count = jnp.minimum(count, rings.held.astype(jnp.int32))  # [E]
         # Windows of earlier episodes that reach into the removed one.
         across = 0 if index.episodes.boundary == "avoid" else self.sequence_length - 1
@@ -529,17 +529,17 @@ class TrajectoryBuffer(SampledBuffer):
         """
         rings, width = self.rings, -(-_ROWS // self.num_envs)
         env = jnp.repeat(jnp.arange(self.num_envs, dtype=jnp.int32), width)  # [E * width]
-        offset = jnp.tile(jnp.arange(width, dtype=jnp.int32), self.num_envs)
-        most = jnp.max(count)
+        offset = jnp.tile(jnp.arange(width, dtype=jnp.int32), self.num_envs)  # [E * width]
+        most = jnp.max(count)  # []
 
         def is_left(carry: tuple[Array, Self]) -> Flag:
             return carry[0] < most
 
         def remove(carry: tuple[Array, Self]) -> tuple[Array, Self]:
             first, buffer = carry
-            age = first + offset
+            age = first + offset  # [E * width]
             row = rings.row_of(env, rings.end[env] - jnp.uint32(1) - age.astype(jnp.uint32))
-            row = jnp.where(age < count[env], row, self.capacity)
+            row = jnp.where(age < count[env], row, self.capacity)  # [E * width]
             return first + width, buffer._change_windows(rings, removed=self._windows_at(row))
 
         # The loop does not carry the steps.
@@ -608,7 +608,7 @@ class TrajectoryBuffer(SampledBuffer):
         check_version_used(self.extras, version, session)
         if priority is not None:
             needs_priority(self.sampler, "priority was given")
-            priority = check_priority(priority, batch, axes).reshape(shape)
+            priority = check_priority(priority, batch, axes).reshape(shape)  # [E, T]
 
         def integers(value: Numbers | None, name: str) -> Int[Array, "E T"] | None:
             return None if value is None else per_step(value, name, batch, np.int32, axes)
@@ -630,9 +630,9 @@ class TrajectoryBuffer(SampledBuffer):
         slots = self.rings.num_slots
         for part, state in self._extras_and_states():
             if reasons := events.query(part.refuse_windows, state, completed, rows):
-                refused = refuse(reasons, completed < slots, counts)
+                refused = refuse(reasons, completed < slots, counts)  # [E, H]
                 removed.append(jnp.where(refused, completed, slots))
-                completed = jnp.where(refused, slots, completed)
+                completed = jnp.where(refused, slots, completed)  # [E, H]
         return completed, removed
 
     def _add_to(self, env_ids: object, steps: Arrays, options: dict[str, Numbers | None]) -> Self:
