@@ -87,24 +87,24 @@ def map_field(
     def step(i: Array, carry: tuple[Arrays, Any]) -> tuple[Arrays, Any]:
         field, states = carry
         # The last round begins earlier, and leaves out the rows that were changed already.
-        begin = jnp.asarray(i, jnp.int32) * batch_size
-        start = jnp.minimum(begin, size - batch_size) if size % batch_size else begin
+        begin = jnp.asarray(i, jnp.int32) * batch_size  # []
+        start = jnp.minimum(begin, size - batch_size) if size % batch_size else begin  # []
         row = start + jnp.arange(batch_size, dtype=jnp.int32)  # [B]
-        mask = buffer.holds_row(row)
-        mask = mask & (row >= begin) if size % batch_size else mask
+        mask = buffer.holds_row(row)  # [B]
+        mask = mask & (row >= begin) if size % batch_size else mask  # [B]
 
         def batch_of(leaf: Array) -> Array:
             return lax.dynamic_slice_in_dim(leaf, start, batch_size)
 
         old = jax.tree.map(batch_of, fields.replace(data, path, field))  # [B, ...]
         result = fn(trees.choose(mask, old, spare))
-        new, _ = storage.check(field, result, "fn(items)", (batch_size,), computed=True)
-        new = trees.choose(mask, new, fields.stored(old, path, ""))
+        new, _ = storage.check(field, result, "fn(items)", (batch_size,), computed=True)  # [B, ...]
+        new = trees.choose(mask, new, fields.stored(old, path, ""))  # [B, ...]
         field = jax.tree.map(
             lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, start, 0), field, new
-        )
+        )  # [N, ...]
         if notified:
-            items = jax.tree.map(batch_of, fields.replace(data, path, field))
+            items = jax.tree.map(batch_of, fields.replace(data, path, field))  # [B, ...]
             states = notify_of_write(buffer, states, jnp.where(mask, row, size), items, path)
         return field, states
 
