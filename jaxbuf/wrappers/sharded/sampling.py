@@ -105,14 +105,15 @@ def get(buffer: ShardedFields, slots: Slots) -> Sample:
         shard_of_row = jnp.clip(all_slots.index // capacity, 0, count - 1)  # [B]
 
         def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> Arrays:
-            picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), all_slots)
-            batch = shard.get(shard_slots(picked, shard_id, capacity))
+            # Rows past the end get any slot, and ``exchange`` leaves them out.
+            picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), all_slots)  # [n]
+            batch = shard.get(shard_slots(picked, shard_id, capacity))  # [n, ...]
             if buffer.exchange:
                 state, index = shard.sampler_state, batch.slots.index
-                probability = sampler.probability_among(state, index, summaries)
-                probability = jnp.where(batch.valid, probability, 0.0)
+                probability = sampler.probability_among(state, index, summaries)  # [n]
+                probability = jnp.where(batch.valid, probability, 0.0)  # [n]
             else:
-                probability = batch.probability / count
+                probability = batch.probability / count  # [n]
             return batch.data, global_slots(buffer, batch.slots, shard_id), probability
 
         data, present, probability = exchange(
