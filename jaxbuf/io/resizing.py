@@ -171,8 +171,8 @@ def _resize(old: Any, sizes: dict[str, int]) -> tuple[Any, Int[Array, " N"]]:
     counts = old.counters
     if old.is_queue:
         # As if it had never been larger: the newest items were refused.
-        kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= new.capacity)
-        refused = jnp.sum(live & ~kept, dtype=jnp.uint32)
+        kept = live & (jnp.cumsum(live, dtype=jnp.int32) <= new.capacity)  # [N]
+        refused = jnp.sum(live & ~kept, dtype=jnp.uint32)  # []
         live, counts = kept, counts + counters.tally(COUNTS, {"rejected": refused})
     inner = old.occupancy.places
     score = inner.stays_by()
@@ -198,24 +198,24 @@ def _resize_rings(
     rank = jnp.arange(before.length, dtype=jnp.int32)[None]  # [1, T]
     oldest = (cursor - num_steps) % jnp.int32(before.length)  # [E, 1]
     order = (oldest + rank) % jnp.int32(before.length)  # [E, T]
-    start = (oldest % jnp.int32(before.period)).astype(jnp.uint32)[:, 0]
+    start = (oldest % jnp.int32(before.period)).astype(jnp.uint32)[:, 0]  # [E]
     # A slot may belong to another ring now, so all rings begin with a later lap than any old one.
     laps = jnp.broadcast_to(jnp.max(before.clear().lap), (new.num_envs,))
     empty = new.rings.replace(cursor=new.rings.cursor.at[:num_envs].set(start[:num_envs]), lap=laps)
     mask = jnp.zeros((new.num_envs, before.length), bool)
     mask = mask.at[:num_envs].set((rank < num_steps)[:num_envs])
     rings, target, _, _ = empty.place(before.length, mask)
-    order, target = order[:num_envs], target[:num_envs]
+    order, target = order[:num_envs], target[:num_envs]  # [E, T], of the rings that stay
 
     # A window moves with its first step, and none starts where a step is not kept or too early.
-    env = jnp.arange(num_envs, dtype=jnp.int32)[:, None]
+    env = jnp.arange(num_envs, dtype=jnp.int32)[:, None]  # [E, 1]
     window = (before.windows_per_ring * env + order // jnp.int32(before.period)).reshape(
         -1
     )  # [E * T]
-    index = (target // jnp.int32(before.period)).reshape(-1)
-    kept = (order % jnp.int32(before.period) == 0) & (target < new.capacity)
-    kept = kept.reshape(-1)
-    begun = jnp.where(kept, index, new.capacity)
+    index = (target // jnp.int32(before.period)).reshape(-1)  # [E * T]
+    kept = (order % jnp.int32(before.period) == 0) & (target < new.capacity)  # [E, T]
+    kept = kept.reshape(-1)  # [E * T]
+    begun = jnp.where(kept, index, new.capacity)  # [E * T]
     if old.episodes is not None and old.episodes.pads:
         # A short window may reach past the newest step, and stays if its first step does.
         before, rings = (x.replace(sequence_length=1) for x in (before, rings))
@@ -319,7 +319,7 @@ def _deal(
     rings = cast("Ring", old.occupancy)
     order, live = jax.vmap(in_order)(rings)  # [S, N]
     by_age = live.T.reshape(-1)  # [N * S]
-    turn = jnp.cumsum(by_age, dtype=jnp.int32) - 1
+    turn = jnp.cumsum(by_age, dtype=jnp.int32) - 1  # [N * S]
     values = jax.tree.map(lambda value: value[0], old.hyperparameters)
     new = dataclasses.replace(
         old.anew(capacity=size),
@@ -342,10 +342,11 @@ def _deal(
         total = jnp.sum(old.counters, axis=0, dtype=jnp.uint32)
         counts = jnp.where(number == 0, total, jnp.uint32(0))
         shard = new.replace(occupancy=occupancy, sampler_state=state, counters=counts)
+        # An item is kept by one new shard at most, and is past the end in the others.
         return jnp.minimum(slots, target), shard
 
-    nowhere = jnp.full(order.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
+    nowhere = jnp.full(order.shape, jnp.iinfo(jnp.int32).max, jnp.int32)  # [S, N]
     slots, shards = jax.lax.scan(new_shard, nowhere, jnp.arange(count, dtype=jnp.int32))
-    chosen = (turn % count).reshape(order.T.shape).T
+    chosen = (turn % count).reshape(order.T.shape).T  # [S, N]
     moved = jax.vmap(functools.partial(_moved, order.shape[1]))
     return shards, moved(order, chosen), moved(order, slots)
