@@ -1,7 +1,8 @@
 """Every public function with the arguments it takes, and values of every kind to give it instead.
 
 ``CALLS`` names the calls; each of its arguments has a legal value and a kind. ``HOSTILE`` names the
-values, and ``LEGAL`` tells which of them are legal for an argument of a kind, or may be.
+values, and ``KINDS`` tells which of them are legal for an argument of a kind, or may be, and what
+a refusal of the others says.
 """
 
 import dataclasses
@@ -149,94 +150,154 @@ EXAMPLE = (
     | {"list", "dict", "key", "shape", "nan", "inf", "minus inf", "negative", "minus half", "true"}
     | {"complex", "queue", "slots", "sample", "giant"}
 )
-# Values that are legal in some places, or with some other arguments, and are left out there.
-LEGAL: dict[str, set[str]] = {
-    "nothing": set(),
-    "flag": {"true"},
-    "groups": {"integers", "list"},
-    "count": set(),
-    "count or none": {"none"},
-    "count from 0": {"zero"},
-    "count on the host": {"huge"},
-    "count on the host or none": {"huge", "none"},
-    "count on the host from 0": {"zero", "huge"},
-    "integer": {"zero", "negative", "true"},
-    "integer or none": {"zero", "negative", "true", "none"},
-    "wanted": {"zero", "negative", "true"},
-    "fraction": REAL,
-    "above 0 to 1": {"half", "scalar"},
-    "norm 1 or 2": {"inf", "giant"},
-    "score": REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant"},
-    "distance from 0": REAL | LARGE,
-    "time": REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant", "none"},
-    "seconds, finite": (REAL | LARGE | {"none"}) - {"zero"},
-    "count, also true": {"zero", "true"},
-    "window": {"episodes"},
-    "trajectories": {"keys", "slots", "sample"},
-    "metrics": REAL
-    | LARGE
-    | {"negative", "minus half", "nan", "inf", "minus inf", "true", "none", "list", "dict"}
-    | {"integers", "grid", "bools", "queue", "slots", "sample"},
-    "step": {"zero", "negative", "true", "huge", "giant"},
-    "step or none": {"zero", "negative", "true", "huge", "giant", "none"},
-    "size in bytes": {"zero", "huge"},
-    "norm": REAL | LARGE | {"inf", "giant"},
-    "distance": REAL | LARGE | {"negative", "minus half", "minus inf"},
-    "at least 0": REAL | LARGE,
-    "above 0": (REAL | LARGE) - {"zero"},
-    "at least 1": LARGE,
-    "any number": REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant"},
-    "number or none": REAL
-    | LARGE
-    | {"negative", "minus half", "none", "inf", "minus inf", "giant"},
-    "temperature": (REAL | LARGE | {"none"}) - {"zero"},
-    "seconds": (REAL | LARGE | {"none", "giant", "inf"}) - {"zero"},
-    "traced number": REAL | LARGE | {"negative", "minus half", "nan", "inf", "minus inf", "true"},
-    "beta": REAL | LARGE | {"negative", "minus half"},
-    "pair": {"list"},
-    "pair or none": {"none", "list"},
-    "rows or none": {"none"},
-    "rows": set(),
-    "rows of any number": {"integers", "bools"},
-    "key": {"key"},
-    "key or none": {"key", "none"},
-    "example": EXAMPLE,
-    "items": set(),
-    "buffer": set(),
-    "buffer to add to": {"queue"},
-    "buffer or none": {"none"},
-    "queue": {"queue"},
-    "slots": {"slots"},
-    "sample": {"sample"},
-    "sampler": {"sampler"},
-    "known sampler": {"sampler"},
-    "evictor": {"evictor"},
-    "filter": {"none", "filter"},
-    "freshness": {"none", "freshness"},
-    "episodes": {"none", "episodes"},
-    "field": {"string"},
-    "field or none": {"string", "none"},
-    "field there": set(),
-    "field there or none": {"none"},
-    "what is compared": {"none", "string", "class", "strategy class", "function"},
-    "choice": set(),
-    "choice or none": {"none"},
-    "folder": {"string"},
-    "example on disk": EXAMPLE | {"giant"},
-    "start or none": {"none", "zero"},
-    "steps or none": {"none", "zero", "huge"},
-    "what waits": {"queue"},
-    "anything": set(HOSTILE),
-    "weights": {"dict"},
-    "just functions": {"function"},
-    "function": {"class", "strategy class", "function"},
-    "function that is called": {"class", "strategy class", "function"},
-    "episodes of a dataset": set(),
-    "function or none": {"class", "strategy class", "function", "none"},
-    "environments": {"none", "integers", "list"},
-    "steps": {"zero", "negative", "integers", "slots", "bad slots"},
-    "row numbers": {"zero", "negative", "huge", "giant", "list", "integers"},
-    "pytree": set(HOSTILE),
+NUMBERS = "expected an array of numbers"
+COUNT = "expected an integer of at (least 1|most 2)|^give "
+COUNT_0 = "expected an integer of at (least 0|most (2|9))|expected from 0 to that"
+PROGRAM = "is traced, but a sampler is part of the program"
+FRACTION = rf"expected a (fraction|factor|number) (in \[0, 1\]|from 0 .* to 1)|{PROGRAM}"
+AT_LEAST_0 = f"expected a finite number of at least 0|{PROGRAM}"
+ABOVE_0 = f"expected a (positive number|finite number above 0)|{PROGRAM}"
+INTEGER = rf"{NUMBERS}|expected (int32|an integer from -2|\(\), which is (a number|one integer))"
+WAITED = f"{INTEGER}|expected an array$|expected an integer of at most 2"
+ADDED = r"expected a dict with 'group', 'obs', 'reward', 'terminated'|'obs'\] is missing"
+BUFFER = "expected a buffer, such as one of jaxbuf.ItemBuffer.create"
+KEYS = r"expected one key, such as jax.random.key\(0\) or one of the keys that"
+NAME = "expected the name of a field, a string"
+THERE = f"{NAME}|has no such field|have no such field"
+PATH = "expected a path, a str or an os.PathLike"
+COMPARED = "expected a field such as 'obs.position', a function of one item, or a tuple of these"
+DISTANCE = r"expected a distance: 0, or from 2\*\*-40 to 2\*\*40|expected at least 0"
+EXAMPLES = f"{NUMBERS}|pass one unbatched item, a pytree of arrays"
+# Nothing more than this where what is wrong with a value differs.
+ANY = r"expected|choose|give|pass|leave|create|there are|than the example|has no|it has"
+# Which values are legal for an argument of a kind, or may be in some places, and what a refusal of
+# the others says.
+KINDS: dict[str, tuple[set[str], str]] = {
+    "nothing": (set(), ANY),
+    "flag": ({"true"}, "expected True or False"),
+    "groups": ({"integers", "list"}, f"{COUNT}|{NUMBERS}|expected (integers|an array)$"),
+    "count": (set(), COUNT),
+    "count or none": ({"none"}, COUNT),
+    "count from 0": ({"zero"}, f"{COUNT_0}|expected the number of one of the 2 parts"),
+    "count on the host": ({"huge"}, "expected an integer of at (least 1|most 9)"),
+    "count on the host or none": ({"huge", "none"}, "expected an integer of at (least 1|most 9)"),
+    "count on the host from 0": ({"zero", "huge"}, COUNT_0),
+    "integer": (
+        {"zero", "negative", "true"},
+        f"{INTEGER}|axis is .*expected an integer from -2 to 1, for a stack of frames",
+    ),
+    "integer or none": ({"zero", "negative", "true", "none"}, INTEGER),
+    "wanted": ({"zero", "negative", "true"}, WAITED),
+    "fraction": (
+        REAL,
+        rf"{FRACTION}|expected (finite numbers of at least 0|\(\), which is|float32|an array)",
+    ),
+    "above 0 to 1": ({"half", "scalar"}, "expected a number above 0 and at most 1"),
+    "norm 1 or 2": ({"inf", "giant"}, "expected a norm: 1, 2 or inf"),
+    "score": (
+        REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant"},
+        "expected a score",
+    ),
+    "distance from 0": (REAL | LARGE, DISTANCE),
+    "time": (
+        REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant", "none"},
+        "expected seconds, or None",
+    ),
+    "count, also true": (
+        {"zero", "true"},
+        rf"{NUMBERS}|expected (one integer|an integer( from 0 to 2\*\*31 - 1)?)$",
+    ),
+    "window": ({"episodes"}, "the (window|batch) has no such field"),
+    "trajectories": ({"keys", "slots", "sample"}, ANY),
+    "metrics": (
+        REAL
+        | LARGE
+        | {"negative", "minus half", "nan", "inf", "minus inf", "true", "none", "list", "dict"}
+        | {"integers", "grid", "bools", "queue", "slots", "sample"},
+        f"{NUMBERS}|expected (numbers|an array)",
+    ),
+    "step": ({"zero", "negative", "true", "huge", "giant"}, "expected (an integer|one number)"),
+    "step or none": (
+        {"zero", "negative", "true", "huge", "giant", "none"},
+        "expected None or the number of a step",
+    ),
+    "size in bytes": ({"zero", "huge"}, COUNT_0),
+    "norm": (
+        REAL | LARGE | {"inf", "giant"},
+        "expected a norm: 1, 2, inf, any number of at least 0.01, or 0",
+    ),
+    "distance": (REAL | LARGE | {"negative", "minus half", "minus inf"}, DISTANCE),
+    "at least 0": (REAL | LARGE, AT_LEAST_0),
+    "above 0": ((REAL | LARGE) - {"zero"}, ABOVE_0),
+    "at least 1": (LARGE, "expected a number of at least 1"),
+    "any number": (
+        REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant"},
+        "expected (a number|one of at least 2)",
+    ),
+    "temperature": ((REAL | LARGE | {"none"}) - {"zero"}, ABOVE_0),
+    "seconds": (
+        (REAL | LARGE | {"none", "giant", "inf"}) - {"zero"},
+        "expected (None or seconds, more than 0|a number above 0)",
+    ),
+    "traced number": (
+        REAL | LARGE | {"negative", "minus half", "nan", "inf", "minus inf", "true"},
+        rf"{NUMBERS}|expected (\(\), which is (one|a) num|float32|an? (array|number of at most))",
+    ),
+    "beta": (
+        REAL | LARGE | {"negative", "minus half"},
+        rf"{NUMBERS}|expected (a finite number|\(\), which is one number|float32)",
+    ),
+    "pair": ({"list"}, "expected bounds with 0 <= least <= largest"),
+    "pair or none": ({"none", "list"}, r"expected two numbers, \(low, high\)"),
+    "rows or none": ({"none"}, ANY),
+    "rows": (set(), r"expected|^give lengths=\[B\] or mask|; pass score=\[B\] to add"),
+    "rows of any number": ({"integers", "bools"}, ANY),
+    "key": ({"key"}, KEYS),
+    "key or none": ({"key", "none"}, KEYS),
+    "example": (EXAMPLE, EXAMPLES),
+    "items": (set(), f"{ADDED}|{NUMBERS}"),
+    "buffer": (
+        set(),
+        f"{BUFFER}|has no method|create|expected (an? (jaxbuf.)?ItemBuffer|a list of|one ratio)",
+    ),
+    "buffer to add to": ({"queue"}, BUFFER),
+    "queue": ({"queue"}, "expected an ItemBuffer, TrajectoryBuffer( or|,) Queue"),
+    "slots": ({"slots"}, "expected the slots of a sample: batch.slots"),
+    "sample": ({"sample"}, "expected the whole sample, not its data or slots"),
+    "sampler": ({"sampler"}, r"expected a sampler such as Uniform\(replacement=True\)"),
+    "known sampler": ({"sampler"}, r"choose jaxbuf.Uniform\(...\) or jaxbuf.Prioritized\(...\)"),
+    "evictor": ({"evictor"}, r"expected an evictor such as Oldest\(\)"),
+    "filter": ({"none", "filter"}, r"expected None or jaxbuf.Diversity\(cutoff, ...\)"),
+    "freshness": ({"none", "freshness"}, r"expected None or jaxbuf.Freshness\(max_use, ...\)"),
+    "episodes": ({"none", "episodes"}, r"expected None or jaxbuf.Episodes\(...\)"),
+    "field": ({"string"}, NAME),
+    "field or none": ({"string", "none"}, NAME),
+    "field there": (set(), THERE),
+    "field there or none": ({"none"}, THERE),
+    "what is compared": ({"none", "string", "class", "strategy class", "function"}, COMPARED),
+    "choice": (set(), r"choose from \("),
+    "choice or none": ({"none"}, 'choose "batch", "buffer", "mean" or None'),
+    "folder": ({"string"}, PATH),
+    "example on disk": (EXAMPLE | {"giant"}, EXAMPLES),
+    "start or none": ({"none", "zero"}, COUNT_0),
+    "steps or none": ({"none", "zero", "huge"}, COUNT_0),
+    "what waits": ({"queue"}, ADDED),
+    "anything": (set(HOSTILE), ""),
+    "weights": ({"dict"}, "expected a dict of weights by name"),
+    "just functions": ({"function"}, "expected a function that scores a batch, or a StatefulScore"),
+    "function": ({"class", "strategy class", "function"}, "expected a function"),
+    "function that is called": ({"class", "strategy class", "function"}, "expected a function"),
+    "episodes of a dataset": (set(), "expected (what minari.load_dataset returns|episodes with)"),
+    "environments": ({"none", "integers", "list"}, ANY),
+    "steps": (
+        {"zero", "negative", "integers", "slots", "bad slots"},
+        f"{NUMBERS}|expected (integers|an integer from)|give env_ids and positions, or slots",
+    ),
+    "row numbers": (
+        {"zero", "negative", "huge", "giant", "list", "integers"},
+        r"expected integers, a mask or a slice of all rows|expected \(4,\), one for each row of",
+    ),
+    "pytree": (set(HOSTILE), ""),
 }
 
 
