@@ -414,8 +414,6 @@ def test_bad_input():
         facade.make_trajectory_buffer(1, 1, 2, 1, 2)
     with pytest.raises(ValueError, match="but a row has 4 steps; make rows longer"):
         facade.make_trajectory_buffer(1, 1, 5, 1, 5, max_length_time_axis=4)
-    with pytest.raises(ValueError, match=r"priority_exponent is 1\.5; expected a fraction"):
-        make_rings(priority_exponent=1.5)
     with pytest.raises(ValueError, match="sample_batch_size is 9, but max_length only 8"):
         facade.make_flat_buffer(8, 2, 9)
     with pytest.raises(ValueError, match="min_length is 9, but max_length only 8"):

@@ -247,11 +247,6 @@ def test_a_function_that_hides_its_arguments_is_refused_with_what_to_pass():
         tool(jax.jit(Hidden().__wrapped__, donate_argnums=0), create(), items())
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="smallest is 0; expected an integer of at least 1"):
-        jaxbuf.explain_memory(jaxbuf.add, create(), items(), smallest=0)
-
-
 # As compilers for accelerators write it: a copy that runs aside, one that is a kernel of its own,
 # one in a branch, one in a loop of unknown length, and one within a kernel, which stores nothing.
 ELSEWHERE = """\

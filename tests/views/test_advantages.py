@@ -260,7 +260,6 @@ BAD = [
     ({"log_ratio": jnp.ones(4)}, "log_ratio has shape (4,); expected (2, 4)"),
     ({"lambda_": jnp.ones(2)}, "lambda_ has shape (2,); expected (), which is one number"),
     ({"window": window(ONES[:, :1]), "value": ONES[:, :1]}, "windows have 1 step; expected at"),
-    ({"reward": "gain"}, "reward is 'gain', but the window has no such field"),
     ({"stop_gradient": "no"}, "stop_gradient is 'no'"),
     ({"window": window(ONES[0])}, "reward has shape (4,); expected (B, L)"),
 ]

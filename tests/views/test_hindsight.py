@@ -417,12 +417,7 @@ BAD = [
         {"strategy": "next"},
         "strategy is 'next'; choose from ('final', 'future', 'episode', 'random')",
     ),
-    ({}, {"fraction": 1.5}, "fraction is 1.5; expected a fraction in [0, 1]"),
-    ({}, {"fraction": float("nan")}, "fraction is nan; expected a fraction in [0, 1]"),
-    ({}, {"goal": "target"}, "goal is 'target', but the batch has no such field"),
     ({}, {"goal": ("goal", "obs.goal")}, "goal is 'obs.goal', but the batch has no such field"),
-    ({}, {"achieved": "got"}, "achieved is 'got', but the batch has no such field"),
-    ({}, {"reward": "gain"}, "reward is 'gain', but the batch has no such field"),
     ({"reward": jnp.float32(0)}, {}, "reward has shape (); expected (B,) or (B, L)"),
     (
         {},

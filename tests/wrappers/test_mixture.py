@@ -181,7 +181,6 @@ def other(example):
             "parts[0] is a Mixture, of which one part would have to be named too",
         ),
         (lambda m: m.replace_part(0, other(ITEM)), "buffer is not built like parts[0]"),
-        (lambda m: m.sample(jax.random.key(0), 0), "batch_size is 0"),
         (
             lambda m: jaxbuf.Mixture.create([other(ITEM)], [1]).update_priority(
                 m.sample(jax.random.key(0), 1).slots, jnp.ones(1)
