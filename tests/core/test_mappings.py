@@ -143,35 +143,3 @@ def test_only_mappings_are_matched():
     assert trees.match({"a": 1}, {"b": 2}) == {"b": 2}
     assert trees.match((1, 2), [3, 4]) == [3, 4]
     assert trees.match([{"a": 1, "z": 2}], [ORDERED(z=4, a=3)]) == [{"a": 3, "z": 4}]
-
-
-NESTED = {"obs": {"a": jnp.zeros(2), "b": jnp.zeros(())}, "reward": jnp.float32(0)}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x: [x["obs"]["a"], x["reward"]], "is a list; expected a dict with 'obs', 'reward'"),
-        (lambda x: (x["obs"], x["reward"]), "is a tuple; expected a dict with 'obs', 'reward'"),
-        (lambda x: [[1.0, 2.0], [3.0, 4.0]], "is a list; expected a dict with 'obs', 'reward'"),
-        (lambda x: x["reward"], r"is an array .*; expected a dict with 'obs', 'reward'"),
-        (
-            lambda x: {**x, "obs": tuple(x["obs"].values())},
-            r"\['obs'\] is a tuple; expected a dict with 'a', 'b'",
-        ),
-        (lambda x: (NESTED,) * 3, "is a tuple of 3; stack them: jax.tree.map"),
-        (lambda x: [NESTED] * 3, "is a list of 3; stack them: jax.tree.map"),
-    ],
-)
-def test_anything_in_place_of_a_dict_is_named(change, message):
-    rows = jax.tree.map(lambda x: np.zeros((3, *x.shape), np.float32), NESTED)
-    buffer = jaxbuf.ItemBuffer.create(NESTED, 4)
-    rings = jaxbuf.TrajectoryBuffer.create(NESTED, 3, 4)
-    for add in (
-        buffer.add,
-        lambda x: jaxbuf.add(buffer, x, donate=False),
-        jaxbuf.Queue.create(NESTED, 4).add,
-        rings.add,
-    ):
-        with pytest.raises(ValueError, match="(items|steps).*" + message):
-            add(change(rows))

@@ -1,7 +1,5 @@
 """Options of the jitted functions are those of a buffer's own methods; others are refused."""
 
-import re
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -78,108 +76,6 @@ def test_an_option_that_is_none_is_left_out():
     chex.assert_trees_all_equal(
         jaxbuf.add(rings, jnp.ones(2), score=None, donate=False), rings.add(jnp.ones(2))
     )
-
-
-ADDS = {
-    "trajectory": (
-        lambda: jaxbuf.TrajectoryBuffer.create(ITEM, 2, 4),
-        {"score": jnp.ones(2)},
-        "score was given, but a TrajectoryBuffer has no use for it; leave it out, for its add takes"
-        " priority, version, session, mask",
-    ),
-    "queue": (
-        lambda: jaxbuf.Queue.create(ITEM, 4),
-        {"priority": jnp.ones(2)},
-        "priority was given, but a Queue has no use for it; leave it out, for its add takes mask",
-    ),
-    "item": (items, {"part": 1}, "part was given, but an ItemBuffer has no use for it"),
-    "part": (
-        mixture,
-        {"part": 1, "score": jnp.ones(2)},
-        "score was given, but a TrajectoryBuffer has no use for it",
-    ),
-    "none": (
-        lambda: jaxbuf.EpisodeAccumulator.create({"terminated": jnp.bool_(False)}, 2, 4),
-        {"score": jnp.ones(2)},
-        "score was given, but an EpisodeAccumulator has no use for it; leave it out",
-    ),
-}
-
-
-@pytest.mark.parametrize(("create", "options", "message"), ADDS.values(), ids=list(ADDS))
-def test_an_option_that_a_buffer_does_not_take(create, options, message):
-    buffer = create()
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jaxbuf.add(buffer, jnp.ones(2), **options)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jax.jit(lambda rows: jaxbuf.add(buffer, rows, **options))(jnp.ones(2))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffer))
-
-
-def test_options_that_no_sample_and_no_update_takes():
-    buffer = items(sampler=jaxbuf.Prioritized()).add(jnp.ones(2))
-    with pytest.raises(ValueError, match="replacement was given, but an ItemBuffer has no use for"):
-        jaxbuf.sample(buffer, KEY, 2, replacement=False)
-    slots = buffer.sample(KEY, 2).slots
-    with pytest.raises(ValueError, match="beta was given, but an ItemBuffer has no use for it"):
-        jaxbuf.update_priority(buffer, slots, jnp.ones(2), beta=0.4)
-
-
-def test_a_mixture_says_it_too():
-    with pytest.raises(ValueError, match="score was given, but a TrajectoryBuffer has no use"):
-        mixture().add(jnp.ones(2), part=1, score=jnp.ones(2))
-
-
-CALLS = {
-    "add": lambda buffer: jaxbuf.add(buffer, jnp.ones(2)),
-    "sample": lambda buffer: jaxbuf.sample(buffer, KEY, 2),
-    "update_priority": lambda buffer: jaxbuf.update_priority(buffer, None, jnp.ones(2)),
-}
-NO_BUFFERS = {
-    "number": (lambda: 3, "buffer is an int; expected a buffer"),
-    "nothing": (lambda: None, "buffer is None; expected a buffer"),
-    "dict": (dict, "buffer is a dict; expected a buffer"),
-    "set": (lambda: {1}, "buffer is a set; expected a buffer"),
-    "array": (lambda: jnp.ones(3), "buffer is an array float32[3]; expected a buffer"),
-    "class": (lambda: jaxbuf.ItemBuffer, "buffer is the class ItemBuffer; expected a buffer"),
-    "module": (lambda: jaxbuf, "buffer is a module; expected a buffer"),
-    "holder": (lambda: jaxbuf.Holder(items()), "buffer is a Holder; expected a buffer"),
-    "contents": (lambda: items().data, "buffer is an array float32[8]; expected a buffer"),
-}
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
-@pytest.mark.parametrize(("create", "message"), NO_BUFFERS.values(), ids=list(NO_BUFFERS))
-def test_what_is_no_buffer(call, create, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call(create())
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
-def test_what_is_no_buffer_when_traced(call):
-    with pytest.raises(ValueError, match=re.escape("buffer is an array float32[3]; expected")):
-        jax.jit(call)(jnp.ones(3))
-
-
-@pytest.mark.parametrize("name", ["sample", "update_priority"])
-def test_what_cannot_do_it(name):
-    queue = jaxbuf.Queue.create(ITEM, 4)
-    with pytest.raises(ValueError, match=f"buffer is a Queue, which has no method {name}; it has"):
-        CALLS[name](queue)
-
-
-@pytest.mark.parametrize("name", ["sample", "next_batch"])
-def test_a_queue_says_take(name):
-    queue, message = (
-        jaxbuf.Queue.create(ITEM, 4),
-        r"use take\(batch_size\), which returns the queue",
-    )
-    for call in (getattr(jaxbuf, name), lambda *args: getattr(queue, name)(*args[1:])):
-        with pytest.raises(ValueError, match=message):
-            call(queue, KEY, 2)
-    for wrap in (jaxbuf.Holder, lambda one: jaxbuf.Hosted(lambda: one)):
-        with pytest.raises(ValueError, match=message):
-            wrap(queue).sample(KEY, 2)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, jnp.float32])
