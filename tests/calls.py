@@ -757,6 +757,7 @@ CALLS: dict[str, Call] = {
     "TrajectoryBuffer.sample_range": of(
         "trajectory", "sample_range", **SAMPLING, start=(-2, "integer or none")
     ),
+    "TrajectoryBuffer.latest": of("trajectory", "latest", n=(2, "count")),
     "TrajectoryBuffer.can_sample": of("trajectory", "can_sample", batch_size=(1, "wanted")),
     "TrajectoryBuffer.update_priority": of("trajectory", "update_priority", **UPDATE),
     "TrajectoryBuffer.mark_used": of(
