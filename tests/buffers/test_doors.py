@@ -2,10 +2,12 @@
 
 import functools
 import inspect
+import warnings
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxbuf
@@ -86,7 +88,11 @@ def slots(buffer):
 # For each function: the buffer that it is called with, and its other arguments.
 CHANGES = {
     "add": [
-        (items, lambda: (rows(BATCH),), {"version": jnp.ones(BATCH, jnp.int32)}),
+        (
+            items,
+            lambda: (rows(BATCH),),
+            {"version": jnp.ones(BATCH, jnp.int32), "mask": jnp.ones(BATCH, bool)},
+        ),
         (rings, lambda: (rows(NUM_ENVS, 4),), {}),
         (scored, lambda: (rows(BATCH),), {"score": jnp.arange(float(BATCH))}),
         (queue, lambda: (rows(BATCH),), {}),
@@ -149,17 +155,31 @@ def test_every_function_that_donates_has_a_case():
 
 
 @every_change
-def test_a_donated_buffer_is_updated_where_it_is(name, make, others, options):
+def test_a_donated_buffer_is_updated_where_it_is_and_another_stays(name, make, others, options):
     """Each large array of the result lies where an array of the buffer passed in lay."""
     function, args = getattr(jaxbuf, name), others()
+    # A function of the caller may compute something else at each call.
+    again = name == "map_field"
+    expected = changed(function(make(), *args, donate=False, **options))
     buffer = jax.tree.map(jnp.copy, make())
-    for _ in range(3):
+    for turn in range(3):
         old, places = buffer, {leaf.unsafe_buffer_pointer() for leaf in large(buffer)}
         assert places
-        buffer = changed(function(buffer, *args, **options))
+        with traces.counted_traces() as traced:
+            buffer = changed(function(buffer, *args, **options))
+        # The first may change the configuration.
+        assert turn < 2 or bool(traced) == again
         assert {leaf.unsafe_buffer_pointer() for leaf in large(buffer)} == places
         with pytest.raises(ValueError, match="was donated"):
             function(old, *args, **options)
+        if not turn:
+            chex.assert_trees_all_equal(buffer, expected)
+    with traces.counted_traces() as traced:
+        kept = changed(function(make(), *args, donate=False, **options))
+    assert bool(traced) == again
+    chex.assert_trees_all_equal(kept, expected)
+    given = jax.tree.leaves((make(), args, options))
+    assert not any(leaf.is_deleted() for leaf in given if isinstance(leaf, jax.Array))
 
 
 @pytest.mark.parametrize(
@@ -178,14 +198,149 @@ def test_a_donated_buffer_is_not_copied(name, make, others, options):
     assert_no_copy(step, make(), smallest=smallest)
 
 
-@every_change
-def test_a_function_is_compiled_once(name, make, others, options):
-    function, args = getattr(jaxbuf, name), others()
-    buffer = changed(function(make(), *args, donate=False, **options))
-    before = jax.device_get(buffer)
+PLAIN_ITEM = {"obs": jnp.zeros(3), "reward": jnp.float32(0)}
+
+
+def create(sampler):
+    return jaxbuf.ItemBuffer.create(PLAIN_ITEM, 20, sampler=sampler)
+
+
+def full(value):
+    return {"obs": jnp.full((8, 3), value), "reward": jnp.full(8, value)}
+
+
+def test_a_method_called_from_python_is_one_program_and_keeps_its_buffer():
+    buffer = create(jaxbuf.Prioritized())
+    key, slots = jax.random.key(0), buffer.sample(jax.random.key(0), 3).slots
+    priority = jnp.ones(3)
+
+    def run():
+        added = buffer.add(full(1.0))
+        added.sample(key, 3)
+        added.update_priority(slots, priority)
+        added.metrics()
+        return added
+
+    first = run()
     with traces.counted_traces() as traced:
-        again = [changed(function(make(), *args, donate=False, **options)) for _ in range(2)]
-    # A function of the caller may compute something else at each call.
-    assert bool(traced) == (name == "map_field")
-    for buffer in again:
-        chex.assert_trees_all_equal(jax.device_get(buffer), before)
+        second = run()
+    assert not traced
+    chex.assert_trees_all_equal(first, second)
+    assert buffer.size == 0
+
+
+def test_uses_versions_and_lookups_are_compiled_once():
+    step = {"terminated": jnp.bool_(False)}
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        step,
+        2,
+        8,
+        sequence_length=2,
+        episodes=jaxbuf.Episodes(boundary="mask"),
+        freshness=jaxbuf.Freshness(max_use=2, max_staleness=1),
+    )
+    buffer = buffer.add({"terminated": jnp.arange(10).reshape(2, 5) == 2})
+    slots = buffer.sample(jax.random.key(0), 3).slots
+    env_ids, positions, versions = jnp.zeros(3, jnp.int32), jnp.arange(3), jnp.arange(3)
+
+    def run(version):
+        return (
+            buffer.mark_used(slots),
+            buffer.set_version(version),
+            buffer.use_count(slots),
+            buffer.staleness(slots),
+            buffer.episode(slots),
+            buffer.episode(env_ids, positions),
+            buffer.episode_mask(slots),
+        )
+
+    first, second = versions[1], versions[2]
+    run(first)
+    with traces.counted_traces() as traced:
+        run(second)
+    assert not traced
+
+
+def test_buffers_built_alike_share_a_trace_and_others_do_not():
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def size(buffer):
+        return buffer.size
+
+    size(create(jaxbuf.Prioritized(alpha=0.5)))
+    size(create(jaxbuf.Prioritized(alpha=np.float32(0.5))))
+    size(create(jaxbuf.Prioritized(alpha=np.float64(0.5))).add(full(1.0)))
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        size(create(jaxbuf.Prioritized(alpha=0.9)))
+
+
+def test_sampling_consumes_nothing():
+    buffer = create(jaxbuf.Prioritized()).add(full(1.0))
+    sample = jaxbuf.sample(buffer, jax.random.key(0), 8)
+    jaxbuf.importance_weights(buffer, sample, 0.5)
+    by_name = jaxbuf.sample(buffer, jax.random.key(0), batch_size=8)
+    chex.assert_trees_all_equal(by_name, sample)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffer))
+
+
+def test_the_functions_work_inside_a_users_transformations():
+    def functions(buffer, key):
+        buffer = jaxbuf.add(buffer, full(3.0), mask=jnp.ones(8, bool))
+        sample = jaxbuf.sample(buffer, key, 8)
+        return jaxbuf.update_priority(buffer, sample.slots, jnp.full(8, 2.0)), sample
+
+    def methods(buffer, key):
+        buffer = buffer.add(full(3.0), mask=jnp.ones(8, bool))
+        sample = buffer.sample(key, 8)
+        return buffer.update_priority(sample.slots, jnp.full(8, 2.0)), sample
+
+    buffer, key = create(jaxbuf.Prioritized(alpha=0.6)), jax.random.key(3)
+    expected = jax.jit(methods)(buffer, key)
+    chex.assert_trees_all_equal(jax.jit(functions)(buffer, key), expected)
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (buffer, key))
+    _, both = jax.jit(jax.vmap(functions))(*lanes)
+    np.testing.assert_allclose(both.data["reward"][1], expected[1].data["reward"], rtol=2e-6)
+    _, scanned = jax.lax.scan(functions, buffer, key[None])
+    np.testing.assert_array_equal(scanned.slots.index[0], expected[1].slots.index)
+
+
+def test_a_traced_function_may_close_over_a_buffer():
+    buffer, key = create(jaxbuf.Uniform()).add(full(3.0)), jax.random.key(0)
+    drawn = jax.jit(lambda shift: jaxbuf.sample(buffer, key, 4).data["reward"] + shift)(1.0)
+    np.testing.assert_array_equal(drawn, jaxbuf.sample(buffer, key, 4).data["reward"] + 1.0)
+
+
+def test_many_lengths_warn_once_and_say_what_to_do():
+    # No other test has a buffer of this configuration, so the count begins here.
+    def make():
+        return jaxbuf.ItemBuffer.create({"length": jnp.float32(0)}, 1213)
+
+    def add(buffer, lengths):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for length in lengths:
+                buffer = jaxbuf.add(buffer, {"length": jnp.zeros(length)})
+        return buffer, caught
+
+    buffer, caught = add(make(), [*range(1, 10), *range(1, 10)])
+    assert not caught
+    # Under a filter that turns warnings into errors, the buffer is still there.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="for 10 different shapes"):
+            jaxbuf.add(buffer, {"length": jnp.zeros(10)})
+    buffer, caught = add(buffer, range(10, 14))
+    assert not caught
+    assert int(buffer.size) == 2 * 45 + sum(range(10, 14))
+
+    padded = {"length": jnp.zeros(16)}
+    for length in range(1, 17):
+        buffer = jaxbuf.add(buffer, padded, mask=np.arange(16) < length)
+    rings = jaxbuf.TrajectoryBuffer.create({"length": jnp.float32(0)}, 1, 1213)
+    for length in range(1, 10):
+        rings = jaxbuf.add(rings, {"length": jnp.zeros((1, length))})
+    with pytest.warns(UserWarning, match=r"pad rows to a few sizes, .* with mask=") as told:
+        rings = jaxbuf.add(rings, {"length": jnp.zeros((1, 10))})
+    assert [warning.filename for warning in told] == [__file__]
