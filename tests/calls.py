@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import tempfile
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -36,64 +37,47 @@ def rows(*leading):
     return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), step())
 
 
-@dataclasses.dataclass
-class Things:
+def things():
     """Buffers and what else calls are made with; made once, since no call may change them."""
-
-    item: Any
-    scored: Any
-    plain: Any
-    annealed: Any
-    trajectory: Any
-    queue: Any
-    mixture: Any
-    statistics: Any
-    episodes: Any
-    chunks: Any
-    batch: Any
-    windows: Any
-    groups: Any
-    offline: Any
-
-    @classmethod
-    def make(cls):
-        fresh = jaxbuf.Freshness(max_use=4, max_staleness=8)
-        item = jaxbuf.ItemBuffer.create(step(), 8, sampler=jaxbuf.Prioritized(), freshness=fresh)
-        scored = jaxbuf.reward_prioritized(step(), 8, temperature=1.0)
-        plain = jaxbuf.ItemBuffer.create(step(), 8)
-        trajectory = jaxbuf.TrajectoryBuffer.create(
-            step(),
-            ROWS,
-            8,
-            sequence_length=2,
-            sampler=jaxbuf.Prioritized(),
-            episodes=jaxbuf.Episodes(boundary="mask", record_return=True),
-            freshness=fresh,
-        )
-        parts = [jaxbuf.ItemBuffer.create(step(), 8, sampler=jaxbuf.Prioritized()), plain.clear()]
-        annealed = jaxbuf.Prioritized(uniform_mix=jaxbuf.Varying(1.0))
-        zeros = jnp.zeros((ROWS,), jnp.int32)
-        slots = jaxbuf.Slots(index=zeros, generation=zeros.astype(jnp.uint32))
-        probability, valid = jnp.ones((ROWS,)), jnp.ones((ROWS,), bool)
-        return cls(
-            item=item,
-            scored=scored,
-            plain=plain,
-            annealed=jaxbuf.ItemBuffer.create(step(), 8, sampler=annealed),
-            trajectory=trajectory,
-            queue=jaxbuf.Queue.create(step(), 8),
-            mixture=jaxbuf.Mixture.create(parts, [1, 1]),
-            statistics=jaxbuf.Statistics.create(item, 4),
-            episodes=jaxbuf.EpisodeAccumulator.create(step(), ROWS, 4),
-            chunks=jaxbuf.ChunkAccumulator.create(step(), 2, 2, freshness=fresh),
-            batch=jaxbuf.Sample(rows(ROWS), slots, probability, valid),
-            windows=rows(ROWS, 3),
-            groups=jaxbuf.ItemBuffer.create(step(), 8),
-            offline=jaxbuf.ItemBuffer.create({"obs": jnp.zeros(2), "reward": jnp.float32(0)}, 8),
-        )
+    fresh = jaxbuf.Freshness(max_use=4, max_staleness=8)
+    item = jaxbuf.ItemBuffer.create(step(), 8, sampler=jaxbuf.Prioritized(), freshness=fresh)
+    scored = jaxbuf.reward_prioritized(step(), 8, temperature=1.0)
+    plain = jaxbuf.ItemBuffer.create(step(), 8)
+    trajectory = jaxbuf.TrajectoryBuffer.create(
+        step(),
+        ROWS,
+        8,
+        sequence_length=2,
+        sampler=jaxbuf.Prioritized(),
+        episodes=jaxbuf.Episodes(boundary="mask", record_return=True),
+        freshness=fresh,
+    )
+    parts = [jaxbuf.ItemBuffer.create(step(), 8, sampler=jaxbuf.Prioritized()), plain.clear()]
+    annealed = jaxbuf.Prioritized(uniform_mix=jaxbuf.Varying(1.0))
+    zeros = jnp.zeros((ROWS,), jnp.int32)
+    slots = jaxbuf.Slots(index=zeros, generation=zeros.astype(jnp.uint32))
+    probability, valid = jnp.ones((ROWS,)), jnp.ones((ROWS,), bool)
+    return types.SimpleNamespace(
+        item=item,
+        scored=scored,
+        plain=plain,
+        annealed=jaxbuf.ItemBuffer.create(step(), 8, sampler=annealed),
+        trajectory=trajectory,
+        queue=jaxbuf.Queue.create(step(), 8),
+        mixture=jaxbuf.Mixture.create(parts, [1, 1]),
+        statistics=jaxbuf.Statistics.create(item, 4),
+        episodes=jaxbuf.EpisodeAccumulator.create(step(), ROWS, 4),
+        chunks=jaxbuf.ChunkAccumulator.create(step(), 2, 2, freshness=fresh),
+        batch=jaxbuf.Sample(rows(ROWS), slots, probability, valid),
+        windows=rows(ROWS, 3),
+        groups=jaxbuf.ItemBuffer.create(step(), 8),
+        offline=jaxbuf.ItemBuffer.create({"obs": jnp.zeros(2), "reward": jnp.float32(0)}, 8),
+        rate=jaxbuf.RateLimiter.create(1.0),
+        throughput=jaxbuf.ThroughputLimiter.create(),
+    )
 
 
-THINGS = Things.make()
+THINGS = things()
 KEY = jax.random.key(0)
 
 HOSTILE: dict[str, Any] = {
@@ -314,47 +298,23 @@ class Call:
     consumes: bool = False
 
 
-def call(function, host=False, consumes=False, **arguments):
+def call(function, names="", host=False, consumes=False, **others):
+    """A call with arguments of ``ARGUMENTS`` by name, and others."""
+    arguments = {name: ARGUMENTS[name] for name in names.split()} | others
     return Call(function, arguments, host, consumes)
 
 
-def of(name, method, **arguments):
+def of(name, method, names="", **others):
     """A method of one of the things."""
-    return call(lambda **options: getattr(getattr(THINGS, name), method)(**options), **arguments)
+    return call(
+        lambda **options: getattr(getattr(THINGS, name), method)(**options), names, **others
+    )
 
 
 ZEROS = jnp.zeros((ROWS,))
 MASK = jnp.ones((ROWS,), bool)
 COUNTS = jnp.zeros((ROWS,), jnp.int32)
 SLOTS = (THINGS.batch.slots, "slots")
-ENVS = {"where": (COUNTS, "steps"), "positions": (COUNTS, "steps")}
-SAMPLING = {"key": (KEY, "key"), "batch_size": (2, "count")}
-RANGE = {
-    **SAMPLING,
-    "start": (-2, "integer or none"),
-    "stop": (None, "integer or none"),
-    "by_priority": (False, "flag"),
-    "replacement": (False, "flag"),
-}
-UPDATE = {"slots": SLOTS, "priority": (ZEROS, "rows"), "mask": (MASK, "rows or none")}
-VERSION = {"version": (COUNTS, "rows or none"), "session": (COUNTS, "rows or none")}
-FLAGS = {"terminated": ("terminated", "field there"), "truncated": (None, "field there or none")}
-FBX_WINDOWS = {
-    "add_batch_size": (2, "count"),
-    "sample_batch_size": (2, "count"),
-    "sample_sequence_length": (2, "count"),
-    "period": (1, "count"),
-    "min_length_time_axis": (2, "count from 0"),
-    "max_length_time_axis": (8, "count"),
-}
-FBX_ITEMS = {
-    "max_length": (8, "count"),
-    "min_length": (2, "count from 0"),
-    "sample_batch_size": (2, "count"),
-    "add_sequences": (True, "flag"),
-}
-FBX_PAIRS = {"add_batch_size": (None, "count or none")}
-FBX_EXPONENT = {"priority_exponent": (0.5, "fraction")}
 
 
 def achieved(row, step):
@@ -388,8 +348,8 @@ def store():
     return opened
 
 
-def on_store(method, **arguments):
-    return call(lambda **options: getattr(store(), method)(**options), host=True, **arguments)
+def on_store(method, names="", **others):
+    return call(lambda **options: getattr(store(), method)(**options), names, True, **others)
 
 
 @functools.cache
@@ -398,349 +358,354 @@ def holder(name):
     return jaxbuf.Holder(full)
 
 
-def on_holder(name, method, **arguments):
-    return call(lambda **options: getattr(holder(name), method)(**options), host=True, **arguments)
+def on_holder(name, method, names="", **others):
+    return call(lambda **options: getattr(holder(name), method)(**options), names, True, **others)
 
 
+# What these names mean in most calls.
+ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "achieved": ("achieved_goal", "field there"),
+    "achieved_goals": (jnp.zeros((ROWS, 3, 2)), "nothing"),
+    "add_batch_size": (2, "count"),
+    "add_batches": (True, "flag"),
+    "add_sequence_length": (2, "count"),
+    "add_sequences": (True, "flag"),
+    "alpha": (0.1, "above 0 to 1"),
+    "axis": (-1, "integer"),
+    "base": (jaxbuf.Uniform(), "known sampler"),
+    "batch_size": (2, "count"),
+    "beta": (0.4, "beta"),
+    "boundary": ("mask", "choice"),
+    "buffer": (THINGS.item, "buffer"),
+    "buffers": ([THINGS.plain], "buffer"),
+    "by": ("priority", "choice"),
+    "by_priority": (False, "flag"),
+    "cache_bytes": (2**20, "size in bytes"),
+    "capacity": (8, "count"),
+    "carry": (ZEROS, "pytree"),
+    "chunk": (4, "count or none"),
+    "comparison": (">=", "choice"),
+    "coordinator": (False, "flag"),
+    "count": (1, "count, also true"),
+    "cutoff": (0.0, "distance"),
+    "dataset": ([], "episodes of a dataset"),
+    "default_return": (0.0, "any number"),
+    "discount": (0.9, "traced number"),
+    "diversity": (None, "filter"),
+    "donate": (False, "flag"),
+    "drop_last": (True, "flag"),
+    "episodes": (None, "episodes"),
+    "epsilon": (0.0, "at least 0"),
+    "every_seconds": (2.0, "seconds"),
+    "every_steps": (2, "count on the host or none"),
+    "evictor": (jaxbuf.Oldest(), "evictor"),
+    "example": (step(), "example"),
+    "fallback": (False, "flag"),
+    "field": ("obs", "what is compared"),
+    "filter": (None, "rows or none"),
+    "first": (MASK, "rows or none"),
+    "fn": (jnp.sin, "function"),
+    "fraction": (0.8, "fraction"),
+    "fragments": (rows(ROWS), "items"),
+    "fragments_per_chunk": (2, "count"),
+    "freshness": (None, "freshness"),
+    "goal": ("goal", "field there"),
+    "group": ("group", "field there"),
+    "groups": (2, "groups"),
+    "ignore_earliest": (True, "flag"),
+    "initial_priority": (1.0, "at least 0"),
+    "items": (rows(ROWS), "items"),
+    "key": (KEY, "key"),
+    "lambda_": (0.9, "traced number"),
+    "least": (1, "count or none"),
+    "lengths": (COUNTS, "rows"),
+    "log_ratio": (THINGS.windows["reward"], "rows"),
+    "mask": (MASK, "rows or none"),
+    "max_length": (8, "count"),
+    "max_length_time_axis": (8, "count"),
+    "max_staleness": (1, "count or none"),
+    "max_use": (1, "count or none"),
+    "metrics": ({"loss": 1.0}, "metrics"),
+    "min_batches": (1.0, "at least 1"),
+    "min_length": (2, "count from 0"),
+    "min_length_time_axis": (2, "count from 0"),
+    "min_size": (1, "count"),
+    "mode": ("a", "choice"),
+    "n": (2, "count"),
+    "next_value": (None, "rows or none"),
+    "nodes": (None, "rows or none"),
+    "num_earliest_ignored": (0, "count from 0"),
+    "num_envs": (2, "count"),
+    "num_groups": (4, "count"),
+    "num_managers": (1, "count"),
+    "num_steps": (3, "count"),
+    "num_workers": (2, "count"),
+    "number": (COUNTS, "rows"),
+    "order": ("age", "choice"),
+    "p": (1.0, "norm"),
+    "padding": ("none", "choice"),
+    "part": (0, "count from 0"),
+    "path": (folder(), "folder"),
+    "per_add": (None, "count or none"),
+    "period": (1, "count"),
+    "positions": (COUNTS, "steps"),
+    "prefetch": (2, "count"),
+    "priority": (ZEROS, "rows or none"),
+    "priority_exponent": (0.5, "fraction"),
+    "q": (0.1, "fraction"),
+    "ratio": (0.5, "fraction"),
+    "ratios": ([1], "nothing"),
+    "recheck": (1.0, "seconds"),
+    "record_return": (True, "flag"),
+    "recurrence": ("plain", "choice"),
+    "refresh_after": (10, "count or none"),
+    "replacement": (True, "flag"),
+    "resize": (False, "flag"),
+    "resume_at": (0, "step or none"),
+    "reward": ("reward", "field there"),
+    "reward_clip": (None, "pair or none"),
+    "reward_fn": (goals, "function"),
+    "rho_clip": (1.0, "traced number"),
+    "rows_at_a_time": (4, "count"),
+    "sample": (THINGS.batch, "sample"),
+    "sample_batch_size": (2, "count"),
+    "sample_sequence_length": (2, "count"),
+    "sampler": (jaxbuf.Uniform(), "sampler"),
+    "samplers": ([jaxbuf.Uniform()], "nothing"),
+    "seconds": (1.0, "traced number"),
+    "seed": (0, "count on the host from 0"),
+    "sequence_length": (2, "count or none"),
+    "session": (COUNTS, "rows or none"),
+    "size": (1, "count, also true"),
+    "slots": SLOTS,
+    "smallest": (1024, "count on the host"),
+    "sort_every": (1, "count"),
+    "start": (0, "count on the host from 0"),
+    "state": (0, "anything"),
+    "steps": (rows(ROWS), "items"),
+    "store": (True, "flag"),
+    "strategy": ("future", "choice"),
+    "stratified": (True, "flag"),
+    "t": (COUNTS, "rows"),
+    "temperature": (1.0, "temperature"),
+    "terminated": ("terminated", "field there"),
+    "threshold": (0.0, "score"),
+    "timeout": (0.0, "time"),
+    "tolerance": (10.0, "any number"),
+    "trajectories": (THINGS.windows, "trajectories"),
+    "truncated": (None, "field there or none"),
+    "value": (THINGS.windows["reward"], "rows"),
+    "version": (COUNTS, "rows or none"),
+    "waiting": (None, "count or none"),
+    "where": (COUNTS, "steps"),
+    "window": (THINGS.windows, "window"),
+    "within_batch": ("greedy", "choice"),
+    "worker": (COUNTS, "rows"),
+    "workers": (jnp.ones(2, bool), "rows"),
+    "world_size": (4, "count"),
+    "writers": ([], "nothing"),
+}
+
+FBX_WINDOWS = (
+    "add_batch_size sample_batch_size sample_sequence_length period min_length_time_axis "
+    "max_length_time_axis"
+)
 CALLS: dict[str, Call] = {
     # Functions.
-    "add": call(
-        jaxbuf.add,
-        buffer=(THINGS.item, "buffer to add to"),
-        items=(rows(ROWS), "items"),
-        donate=(False, "flag"),
-        priority=(ZEROS, "rows or none"),
-    ),
+    "add": call(jaxbuf.add, "items donate priority", buffer=(THINGS.item, "buffer to add to")),
     "add donated": call(
-        jaxbuf.add,
-        buffer=(THINGS.plain, "buffer to add to"),
-        items=(rows(ROWS), "items"),
-        mask=(MASK, "rows or none"),
-        consumes=True,
+        jaxbuf.add, "items mask", buffer=(THINGS.plain, "buffer to add to"), consumes=True
     ),
-    "sample": call(jaxbuf.sample, buffer=(THINGS.item, "buffer"), **SAMPLING),
+    "sample": call(jaxbuf.sample, "buffer key batch_size"),
     "sample windows": call(
-        jaxbuf.sample,
-        buffer=(THINGS.trajectory, "buffer"),
-        **SAMPLING,
-        sequence_length=(2, "count or none"),
+        jaxbuf.sample, "key batch_size sequence_length", buffer=(THINGS.trajectory, "buffer")
     ),
     "update_priority": call(
-        jaxbuf.update_priority,
-        buffer=(THINGS.item, "buffer"),
-        slots=SLOTS,
-        priority=(ZEROS, "rows"),
-        donate=(False, "flag"),
+        jaxbuf.update_priority, "buffer slots donate", priority=(ZEROS, "rows")
     ),
     "importance_weights": call(
-        jaxbuf.importance_weights,
-        buffer=(THINGS.item, "buffer"),
-        sample=(THINGS.batch, "sample"),
-        beta=(0.4, "beta"),
-        normalize=("buffer", "choice or none"),
+        jaxbuf.importance_weights, "buffer sample beta", normalize=("buffer", "choice or none")
     ),
     "sample_groups": call(
         jaxbuf.sample_groups,
+        "key groups num_groups group order padding",
         buffer=(THINGS.groups, "buffer"),
-        key=(KEY, "key"),
-        groups=(2, "groups"),
-        num_groups=(4, "count"),
         size=(2, "count"),
-        group=("group", "field there"),
-        order=("age", "choice"),
-        padding=("none", "choice"),
         replacement=(False, "flag"),
     ),
-    "n_step": call(
-        jaxbuf.n_step,
-        window=(THINGS.windows, "window"),
-        n=(1, "count"),
-        discount=(0.9, "traced number"),
-        reward=("reward", "field there"),
-        **FLAGS,
-    ),
-    "gae": call(
-        jaxbuf.gae,
-        window=(THINGS.windows, "window"),
-        value=(THINGS.windows["reward"], "rows"),
-        discount=(0.9, "traced number"),
-        lambda_=(0.9, "traced number"),
-        reward=("reward", "field there"),
-        **FLAGS,
-    ),
+    "n_step": call(jaxbuf.n_step, "window discount reward terminated truncated", n=(1, "count")),
+    "gae": call(jaxbuf.gae, "window value discount lambda_ reward terminated truncated"),
     "vtrace": call(
-        jaxbuf.vtrace,
-        window=(THINGS.windows, "window"),
-        value=(THINGS.windows["reward"], "rows"),
-        log_ratio=(THINGS.windows["reward"], "rows"),
-        discount=(0.9, "traced number"),
-        next_value=(None, "rows or none"),
-        rho_clip=(1.0, "traced number"),
-        **FLAGS,
+        jaxbuf.vtrace, "window value log_ratio discount next_value rho_clip terminated truncated"
     ),
     "stack_frames": call(
         jaxbuf.stack_frames,
-        window=(THINGS.windows, "window"),
-        n=(2, "count"),
+        "window n terminated truncated first axis",
         field=("obs", "field there"),
-        **FLAGS,
         last=(None, "field there or none"),
-        first=(MASK, "rows or none"),
-        axis=(-1, "integer"),
     ),
     "hindsight": call(
         jaxbuf.hindsight,
-        key=(KEY, "key"),
+        "key achieved_goals t reward_fn strategy fraction achieved goal reward",
         batch=(BATCH, "window"),
-        achieved_goals=(jnp.zeros((ROWS, 3, 2)), "nothing"),
-        t=(COUNTS, "rows"),
         length=(COUNTS + 3, "rows or none"),
-        reward_fn=(goals, "function"),
-        strategy=("future", "choice"),
-        fraction=(0.8, "fraction"),
-        achieved=("achieved_goal", "field there"),
-        goal=("goal", "field there"),
-        reward=("reward", "field there"),
     ),
     "terminal_states": call(
-        lambda **options: jaxbuf.terminal_states(**options),
-        trajectories=(THINGS.windows, "trajectories"),
-        lengths=(COUNTS, "rows"),
+        lambda **options: jaxbuf.terminal_states(**options), "trajectories lengths"
     ),
     "terminal_states with a mask": call(
         lambda **options: jaxbuf.terminal_states(**options),
-        trajectories=(THINGS.windows, "trajectories"),
+        "trajectories",
         mask=(jnp.ones((ROWS, 3), bool), "rows"),
     ),
     "plot": call(jaxbuf.plot, buffer=(THINGS.plain, "queue"), host=True),
     # Buffers.
     "ItemBuffer.create": call(
-        jaxbuf.ItemBuffer.create,
-        example=(step(), "example"),
-        capacity=(8, "count"),
-        sampler=(jaxbuf.Uniform(), "sampler"),
-        evictor=(jaxbuf.Oldest(), "evictor"),
-        freshness=(None, "freshness"),
-        diversity=(None, "filter"),
+        jaxbuf.ItemBuffer.create, "example capacity sampler evictor freshness diversity"
     ),
     "TrajectoryBuffer.create": call(
         jaxbuf.TrajectoryBuffer.create,
-        example=(step(), "example"),
-        num_envs=(2, "count"),
+        "example num_envs period num_earliest_ignored sampler episodes freshness",
         length=(8, "count"),
         sequence_length=(2, "count"),
-        period=(1, "count"),
-        num_earliest_ignored=(0, "count from 0"),
-        sampler=(jaxbuf.Uniform(), "sampler"),
-        episodes=(None, "episodes"),
-        freshness=(None, "freshness"),
     ),
-    "Queue.create": call(jaxbuf.Queue.create, example=(step(), "example"), capacity=(8, "count")),
-    "Mixture.create": call(
-        jaxbuf.Mixture.create, buffers=([THINGS.plain], "buffer"), ratios=([1], "nothing")
-    ),
+    "Queue.create": call(jaxbuf.Queue.create, "example capacity"),
+    "Mixture.create": call(jaxbuf.Mixture.create, "buffers ratios"),
     "EpisodeAccumulator.create": call(
         jaxbuf.EpisodeAccumulator.create,
-        num_envs=(2, "count"),
+        "num_envs per_add waiting terminated truncated",
         max_length=(4, "count"),
-        per_add=(None, "count or none"),
-        waiting=(None, "count or none"),
         example=(step(), "nothing"),
-        **FLAGS,
     ),
     "ChunkAccumulator.create": call(
         jaxbuf.ChunkAccumulator.create,
-        example=(step(), "example"),
-        num_workers=(2, "count"),
-        fragments_per_chunk=(2, "count"),
-        per_add=(None, "count or none"),
-        waiting=(None, "count or none"),
-        freshness=(None, "freshness"),
+        "example num_workers fragments_per_chunk per_add waiting freshness",
     ),
     "Statistics.create": call(
         jaxbuf.Statistics.create, buffer=(THINGS.plain, "queue"), window=(4, "count")
     ),
-    "reward_prioritized": call(
-        jaxbuf.reward_prioritized,
-        example=(step(), "example"),
-        capacity=(8, "count"),
-        temperature=(1.0, "temperature"),
-        fallback=(False, "flag"),
-    ),
+    "reward_prioritized": call(jaxbuf.reward_prioritized, "example capacity temperature fallback"),
     "diverse_reward_prioritized": call(
         jaxbuf.diverse_reward_prioritized,
-        example=(step(), "example"),
-        capacity=(8, "count"),
-        cutoff=(0.0, "distance"),
-        p=(1.0, "norm"),
-        field=("obs", "what is compared"),
-        temperature=(1.0, "temperature"),
-        fallback=(False, "flag"),
+        "example capacity cutoff p field temperature fallback",
         active=("always", "choice"),
     ),
-    "terminal_state_buffer": call(
-        jaxbuf.terminal_state_buffer, example=(step(), "example"), capacity=(8, "count")
-    ),
-    "reservoir": call(
-        jaxbuf.reservoir,
-        example=(step(), "example"),
-        capacity=(8, "count"),
-        key=(KEY, "key or none"),
-        sampler=(jaxbuf.Uniform(), "sampler"),
-    ),
+    "terminal_state_buffer": call(jaxbuf.terminal_state_buffer, "example capacity"),
+    "reservoir": call(jaxbuf.reservoir, "example capacity sampler", key=(KEY, "key or none")),
     # Strategies.
-    "Uniform": call(jaxbuf.Uniform, replacement=(True, "flag")),
-    "Balanced": call(jaxbuf.Balanced, replacement=(True, "flag")),
-    "Shuffled": call(jaxbuf.Shuffled, drop_last=(True, "flag")),
+    "Uniform": call(jaxbuf.Uniform, "replacement"),
+    "Balanced": call(jaxbuf.Balanced, "replacement"),
+    "Shuffled": call(jaxbuf.Shuffled, "drop_last"),
     "Prioritized": call(
         jaxbuf.Prioritized,
+        "initial_priority epsilon stratified replacement",
         alpha=(0.6, "at least 0"),
-        initial_priority=(1.0, "at least 0"),
-        epsilon=(0.0, "at least 0"),
         uniform_mix=(0.0, "fraction"),
-        stratified=(True, "flag"),
-        replacement=(True, "flag"),
     ),
     "Softmax": call(
-        jaxbuf.Softmax,
-        temperature=(1.0, "above 0"),
-        replacement=(False, "flag"),
-        fallback=(False, "flag"),
+        jaxbuf.Softmax, "fallback", temperature=(1.0, "above 0"), replacement=(False, "flag")
     ),
     "RankBased": call(
-        jaxbuf.RankBased,
-        alpha=(0.7, "at least 0"),
-        by=("priority", "choice"),
-        sort_every=(1, "count"),
-        stratified=(True, "flag"),
-        replacement=(True, "flag"),
+        jaxbuf.RankBased, "by sort_every stratified replacement", alpha=(0.7, "at least 0")
     ),
-    "Staleness": call(
-        jaxbuf.Staleness,
-        alpha=(1.0, "at least 0"),
-        stratified=(True, "flag"),
-        replacement=(True, "flag"),
-    ),
-    "Blend": call(jaxbuf.Blend, samplers=([jaxbuf.Uniform()], "nothing"), weights=([1], "nothing")),
-    "Recent": call(
-        jaxbuf.Recent,
-        ratio=(0.5, "fraction"),
-        steps=(4, "count"),
-        base=(jaxbuf.Uniform(), "known sampler"),
-    ),
-    "Diversity": call(
-        jaxbuf.Diversity,
-        cutoff=(0.0, "distance"),
-        p=(1.0, "norm"),
-        field=("obs", "what is compared"),
-        within_batch=("greedy", "choice"),
-        active=("full", "choice"),
-    ),
-    "Freshness": call(
-        jaxbuf.Freshness,
-        max_use=(1, "count or none"),
-        max_staleness=(1, "count or none"),
-        comparison=(">=", "choice"),
-    ),
+    "Staleness": call(jaxbuf.Staleness, "stratified replacement", alpha=(1.0, "at least 0")),
+    "Blend": call(jaxbuf.Blend, "samplers", weights=([1], "nothing")),
+    "Recent": call(jaxbuf.Recent, "ratio base", steps=(4, "count")),
+    "Diversity": call(jaxbuf.Diversity, "cutoff p field within_batch", active=("full", "choice")),
+    "Freshness": call(jaxbuf.Freshness, "max_use max_staleness comparison"),
     "Episodes": call(
         jaxbuf.Episodes,
+        "boundary record_return default_return reward_clip recurrence",
         terminated=("terminated", "field"),
         truncated=(None, "field or none"),
         last=(None, "field or none"),
         reward=("reward", "field"),
-        boundary=("mask", "choice"),
-        record_return=(True, "flag"),
         discount=(0.9, "fraction"),
-        default_return=(0.0, "any number"),
-        reward_clip=(None, "pair or none"),
-        recurrence=("plain", "choice"),
     ),
     "RateLimiter.create": call(
-        jaxbuf.RateLimiter.create,
-        samples_per_insert=(1.0, "above 0"),
-        min_size=(1, "count"),
-        tolerance=(10.0, "any number"),
+        jaxbuf.RateLimiter.create, "min_size tolerance", samples_per_insert=(1.0, "above 0")
     ),
     "ThroughputLimiter.create": call(
         jaxbuf.ThroughputLimiter.create,
+        "min_batches",
         samples_per_insert=((0.5, 2.0), "pair"),
         window=(30.0, "above 0"),
-        min_batches=(1.0, "at least 1"),
     ),
     # The layer for programs written for flashbax.
-    "make_trajectory_buffer": call(fbx.make_trajectory_buffer, **FBX_WINDOWS),
+    "make_trajectory_buffer": call(
+        fbx.make_trajectory_buffer,
+        FBX_WINDOWS,
+    ),
     "make_prioritised_trajectory_buffer": call(
-        fbx.make_prioritised_trajectory_buffer, **FBX_WINDOWS, **FBX_EXPONENT
+        fbx.make_prioritised_trajectory_buffer,
+        FBX_WINDOWS + " priority_exponent",
     ),
-    "make_flat_buffer": call(fbx.make_flat_buffer, **FBX_ITEMS, **FBX_PAIRS),
+    "make_flat_buffer": call(
+        fbx.make_flat_buffer,
+        "max_length min_length sample_batch_size add_sequences",
+        add_batch_size=(None, "count or none"),
+    ),
     "make_prioritised_flat_buffer": call(
-        fbx.make_prioritised_flat_buffer, **FBX_ITEMS, **FBX_PAIRS, **FBX_EXPONENT
+        fbx.make_prioritised_flat_buffer,
+        "max_length min_length sample_batch_size add_sequences priority_exponent",
+        add_batch_size=(None, "count or none"),
     ),
-    "make_item_buffer": call(fbx.make_item_buffer, **FBX_ITEMS, add_batches=(True, "flag")),
+    "make_item_buffer": call(
+        fbx.make_item_buffer, "max_length min_length sample_batch_size add_sequences add_batches"
+    ),
     "make_prioritised_item_buffer": call(
         fbx.make_prioritised_item_buffer,
-        **FBX_ITEMS,
-        **FBX_EXPONENT,
-        add_batches=(True, "flag"),
+        "max_length min_length sample_batch_size add_sequences priority_exponent add_batches",
     ),
     "make_trajectory_queue": call(
         fbx.make_trajectory_queue,
-        max_length_time_axis=(8, "count"),
-        add_batch_size=(2, "count"),
-        add_sequence_length=(2, "count"),
-        sample_sequence_length=(2, "count"),
+        "max_length_time_axis add_batch_size add_sequence_length sample_sequence_length",
     ),
     # Environments and their datasets.
     "rollout": call(
         rollout,
+        "carry key num_steps",
         step=(lambda carry, key: (carry, {"obs": carry}), "function that is called"),
-        carry=(ZEROS, "pytree"),
-        key=(KEY, "key"),
-        num_steps=(3, "count"),
     ),
     "from_minari": call(
         jaxbuf.from_minari,
-        host=True,
-        dataset=([], "episodes of a dataset"),
+        "dataset rows_at_a_time",
         buffer=(THINGS.offline, "buffer to add to"),
-        rows_at_a_time=(4, "count"),
+        host=True,
     ),
     # Methods.
-    "ItemBuffer.add": of(
-        "item",
-        "add",
-        items=(rows(ROWS), "items"),
-        priority=(ZEROS, "rows or none"),
-        mask=(MASK, "rows or none"),
-        **VERSION,
+    "ItemBuffer.add": of("item", "add", "items priority mask version session"),
+    "ItemBuffer.add scored": of("scored", "add", "items", score=(ZEROS, "rows")),
+    "ItemBuffer.next_batch": of("item", "next_batch", "key batch_size"),
+    "ItemBuffer.sample": of("item", "sample", "key batch_size"),
+    "ItemBuffer.sample_range": of(
+        "plain",
+        "sample_range",
+        "key batch_size by_priority",
+        start=(-2, "integer or none"),
+        stop=(None, "integer or none"),
+        replacement=(False, "flag"),
     ),
-    "ItemBuffer.add scored": of(
-        "scored", "add", items=(rows(ROWS), "items"), score=(ZEROS, "rows")
-    ),
-    "ItemBuffer.next_batch": of("item", "next_batch", **SAMPLING),
-    "ItemBuffer.sample": of("item", "sample", **SAMPLING),
-    "ItemBuffer.sample_range": of("plain", "sample_range", **RANGE),
-    "ItemBuffer.latest": of("plain", "latest", n=(2, "count")),
+    "ItemBuffer.latest": of("plain", "latest", "n"),
     "ItemBuffer.can_sample": of("item", "can_sample", batch_size=(1, "wanted")),
-    "ItemBuffer.update_priority": of("item", "update_priority", **UPDATE),
-    "ItemBuffer.mark_used": of("item", "mark_used", slots=SLOTS, mask=(MASK, "rows or none")),
+    "ItemBuffer.update_priority": of(
+        "item", "update_priority", "slots mask", priority=(ZEROS, "rows")
+    ),
+    "ItemBuffer.mark_used": of("item", "mark_used", "slots mask"),
     "ItemBuffer.set_version": of(
         "item", "set_version", version=(1, "integer"), session=(0, "integer or none")
     ),
     "ItemBuffer.set_hyperparameters": of(
         "annealed", "set_hyperparameters", uniform_mix=(0.5, "fraction")
     ),
-    "ItemBuffer.with_sampler": of("item", "with_sampler", sampler=(jaxbuf.Uniform(), "sampler")),
-    "ItemBuffer.use_count": of("item", "use_count", slots=SLOTS),
-    "ItemBuffer.staleness": of("item", "staleness", slots=SLOTS),
+    "ItemBuffer.with_sampler": of("item", "with_sampler", "sampler"),
+    "ItemBuffer.use_count": of("item", "use_count", "slots"),
+    "ItemBuffer.staleness": of("item", "staleness", "slots"),
     "TrajectoryBuffer.add": of(
         "trajectory",
         "add",
-        steps=(rows(ROWS), "items"),
-        priority=(ZEROS, "rows or none"),
-        mask=(MASK, "rows or none"),
+        "steps priority mask version session",
         env_ids=(np.arange(ROWS), "environments"),
-        **VERSION,
     ),
     "TrajectoryBuffer.add rollouts": of(
         "trajectory",
@@ -751,194 +716,127 @@ CALLS: dict[str, Call] = {
         version=(jnp.zeros((ROWS, 3), jnp.int32), "rows or none"),
         session=(jnp.zeros((ROWS, 3), jnp.int32), "rows or none"),
     ),
-    "TrajectoryBuffer.sample": of(
-        "trajectory", "sample", **SAMPLING, sequence_length=(2, "count or none")
-    ),
+    "TrajectoryBuffer.sample": of("trajectory", "sample", "key batch_size sequence_length"),
     "TrajectoryBuffer.sample_range": of(
-        "trajectory", "sample_range", **SAMPLING, start=(-2, "integer or none")
+        "trajectory", "sample_range", "key batch_size", start=(-2, "integer or none")
     ),
-    "TrajectoryBuffer.latest": of("trajectory", "latest", n=(2, "count")),
+    "TrajectoryBuffer.latest": of("trajectory", "latest", "n"),
     "TrajectoryBuffer.can_sample": of("trajectory", "can_sample", batch_size=(1, "wanted")),
-    "TrajectoryBuffer.update_priority": of("trajectory", "update_priority", **UPDATE),
-    "TrajectoryBuffer.mark_used": of(
-        "trajectory", "mark_used", slots=SLOTS, mask=(MASK, "rows or none")
+    "TrajectoryBuffer.update_priority": of(
+        "trajectory", "update_priority", "slots mask", priority=(ZEROS, "rows")
     ),
-    "TrajectoryBuffer.use_count": of("trajectory", "use_count", slots=SLOTS),
-    "TrajectoryBuffer.staleness": of("trajectory", "staleness", slots=SLOTS),
-    "TrajectoryBuffer.locate": of("trajectory", "locate", slots=SLOTS),
+    "TrajectoryBuffer.mark_used": of("trajectory", "mark_used", "slots mask"),
+    "TrajectoryBuffer.use_count": of("trajectory", "use_count", "slots"),
+    "TrajectoryBuffer.staleness": of("trajectory", "staleness", "slots"),
+    "TrajectoryBuffer.locate": of("trajectory", "locate", "slots"),
     "TrajectoryBuffer.clear": of("trajectory", "clear", envs=(MASK, "environments")),
     "TrajectoryBuffer.get_field": of(
         "trajectory",
         "get_field",
+        "positions",
         path=("obs", "field there"),
         env_ids=(COUNTS, "steps"),
-        positions=(COUNTS, "steps"),
     ),
-    "TrajectoryBuffer.gather_all": of("trajectory", "gather_all", ignore_earliest=(True, "flag")),
-    "TrajectoryBuffer.dequeue": of(
-        "trajectory", "dequeue", n=(2, "count"), mask=(MASK, "rows or none")
-    ),
-    "TrajectoryBuffer.episode": of("trajectory", "episode", **ENVS),
-    "TrajectoryBuffer.episode_mask": of(
-        "trajectory", "episode_mask", slots=SLOTS, sequence_length=(2, "count or none")
-    ),
-    "Queue.add": of("queue", "add", items=(rows(ROWS), "items"), mask=(MASK, "rows or none")),
-    "Queue.take": of("queue", "take", batch_size=(2, "count")),
+    "TrajectoryBuffer.gather_all": of("trajectory", "gather_all", "ignore_earliest"),
+    "TrajectoryBuffer.dequeue": of("trajectory", "dequeue", "n mask"),
+    "TrajectoryBuffer.episode": of("trajectory", "episode", "where positions"),
+    "TrajectoryBuffer.episode_mask": of("trajectory", "episode_mask", "slots sequence_length"),
+    "Queue.add": of("queue", "add", "items mask"),
+    "Queue.take": of("queue", "take", "batch_size"),
     "Queue.can_add": of("queue", "can_add", batch_size=(2, "wanted")),
     "Queue.can_sample": of("queue", "can_sample", batch_size=(2, "wanted")),
-    "Queue.accepts": of(
-        "queue", "accepts", rows=(ROWS, "count from 0"), mask=(MASK, "rows or none")
-    ),
-    "Mixture.add": of("mixture", "add", items=(rows(ROWS), "items"), part=(0, "count from 0")),
-    "Mixture.sample": of("mixture", "sample", **SAMPLING),
+    "Queue.accepts": of("queue", "accepts", "mask", rows=(ROWS, "count from 0")),
+    "Mixture.add": of("mixture", "add", "items part"),
+    "Mixture.sample": of("mixture", "sample", "key batch_size"),
     "Mixture.can_sample": of("mixture", "can_sample", batch_size=(2, "wanted")),
-    "Mixture.counts": of("mixture", "counts", batch_size=(2, "count")),
+    "Mixture.counts": of("mixture", "counts", "batch_size"),
     "Mixture.replace_part": of(
         "mixture", "replace_part", part=(1, "count from 0"), buffer=(THINGS.plain, "buffer")
     ),
-    "Mixture.part_of": of("mixture", "part_of", slots=SLOTS),
-    "Mixture.part_slots": of("mixture", "part_slots", slots=SLOTS, part=(0, "count from 0")),
-    "Mixture.update_priority": of("mixture", "update_priority", **UPDATE),
-    "EpisodeAccumulator.add": of(
-        "episodes", "add", steps=(rows(ROWS), "items"), mask=(MASK, "rows or none")
+    "Mixture.part_of": of("mixture", "part_of", "slots"),
+    "Mixture.part_slots": of("mixture", "part_slots", "slots part"),
+    "Mixture.update_priority": of(
+        "mixture", "update_priority", "slots mask", priority=(ZEROS, "rows")
     ),
+    "EpisodeAccumulator.add": of("episodes", "add", "steps mask"),
     "EpisodeAccumulator.drop": of("episodes", "drop", envs=(MASK, "rows")),
-    "ChunkAccumulator.add": of(
-        "chunks",
-        "add",
-        fragments=(rows(ROWS), "items"),
-        worker=(COUNTS, "rows"),
-        number=(COUNTS, "rows"),
-        mask=(MASK, "rows or none"),
-        **VERSION,
-    ),
-    "ChunkAccumulator.drop": of("chunks", "drop", workers=(jnp.ones(2, bool), "rows")),
+    "ChunkAccumulator.add": of("chunks", "add", "fragments worker number mask version session"),
+    "ChunkAccumulator.drop": of("chunks", "drop", "workers"),
     "ChunkAccumulator.set_version": of(
         "chunks", "set_version", version=(1, "integer"), session=(0, "integer or none")
     ),
     "Statistics.sampled": of(
         "statistics",
         "sampled",
+        "priority",
         buffer=(THINGS.item, "queue"),
         batch=(THINGS.batch, "sample"),
-        priority=(ZEROS, "rows or none"),
     ),
     "Statistics.metrics": of("statistics", "metrics", buffer=(THINGS.item, "queue")),
     "Statistics.next_period": of("statistics", "next_period", buffer=(THINGS.item, "queue")),
-    "RateLimiter.can_insert": call(
-        lambda **options: jaxbuf.RateLimiter.create(1.0).can_insert(**options),
-        size=(1, "count, also true"),
-        count=(1, "count, also true"),
-    ),
-    "RateLimiter.inserted": call(
-        lambda **options: jaxbuf.RateLimiter.create(1.0).inserted(**options),
-        count=(1, "count, also true"),
-    ),
-    "ThroughputLimiter.can_sample": call(
-        lambda **options: jaxbuf.ThroughputLimiter.create().can_sample(**options),
-        size=(1, "count, also true"),
-        count=(1, "count, also true"),
-    ),
-    "ThroughputLimiter.after": call(
-        lambda **options: jaxbuf.ThroughputLimiter.create().after(**options),
-        seconds=(1.0, "traced number"),
-    ),
+    "RateLimiter.can_insert": of("rate", "can_insert", "size count"),
+    "RateLimiter.inserted": of("rate", "inserted", "count"),
+    "ThroughputLimiter.can_sample": of("throughput", "can_sample", "size count"),
+    "ThroughputLimiter.after": of("throughput", "after", "seconds"),
     "explain_memory": call(
         lambda fn, smallest: jaxbuf.explain_memory(fn, jnp.zeros(3), smallest=smallest),
+        "fn smallest",
         host=True,
-        fn=(jnp.sin, "function"),
-        smallest=(1024, "count on the host"),
     ),
     # Calls that keep data on disk, wait, or write.
-    "save": call(
-        lambda path: jaxbuf.save(path, THINGS.plain), host=True, path=(folder(), "folder")
-    ),
+    "save": call(lambda path: jaxbuf.save(path, THINGS.plain), "path", host=True),
     "load": call(
         lambda path, resize: jaxbuf.load(path, THINGS.plain, resize=resize),
-        host=True,
+        "resize",
         path=(saved(), "folder"),
-        resize=(False, "flag"),
+        host=True,
     ),
     "Store": call(
         lambda **options: jaxbuf.Store(**options).close(),
-        host=True,
+        "mode chunk cache_bytes",
         path=(folder(), "folder"),
         example=(step(), "example on disk"),
-        mode=("a", "choice"),
-        chunk=(4, "count or none"),
-        cache_bytes=(2**20, "size in bytes"),
+        host=True,
     ),
     "Store.append": on_store(
-        "append",
-        items=(rows(ROWS), "items"),
-        mask=(np.ones(ROWS, bool), "rows or none"),
-        start=(None, "start or none"),
+        "append", "items", mask=(np.ones(ROWS, bool), "rows or none"), start=(None, "start or none")
     ),
     "Store.read": on_store("read", rows=([0, 1], "row numbers")),
     "Store.delete": on_store("delete", rows=([], "row numbers")),
     "Store.batches": on_store(
-        "batches",
-        batch_size=(2, "count"),
-        seed=(0, "count on the host from 0"),
-        start=(0, "count on the host from 0"),
-        steps=(1, "steps or none"),
-        prefetch=(2, "count"),
+        "batches", "batch_size seed start prefetch", steps=(1, "steps or none")
     ),
     "Store.load_into": on_store(
         "load_into",
+        "start rows_at_a_time",
         buffer=(THINGS.plain.clear(), "buffer to add to"),
-        start=(0, "count on the host from 0"),
         stop=(0, "steps or none"),
-        rows_at_a_time=(4, "count"),
     ),
-    "Holder": call(jaxbuf.Holder, host=True, state=(0, "anything"), recheck=(1.0, "seconds")),
-    "Holder.add": on_holder(
-        "plain",
-        "add",
-        items=(rows(ROWS), "items"),
-        mask=(MASK, "rows or none"),
-        timeout=(0.0, "time"),
-    ),
+    "Holder": call(jaxbuf.Holder, "state recheck", host=True),
+    "Holder.add": on_holder("plain", "add", "items mask timeout"),
     "Holder.add to a queue": on_holder(
-        "queue",
-        "add",
-        items=(rows(ROWS), "what waits"),
-        mask=(MASK, "rows or none"),
-        timeout=(0.0, "time"),
+        "queue", "add", "mask timeout", items=(rows(ROWS), "what waits")
     ),
-    "Holder.sample": on_holder(
-        "plain", "sample", **SAMPLING, least=(1, "count or none"), timeout=(0.0, "time")
-    ),
+    "Holder.sample": on_holder("plain", "sample", "key batch_size least timeout"),
     "Holder.sample_with_weights": on_holder(
         "plain",
         "sample_with_weights",
-        **SAMPLING,
-        beta=(0.4, "beta"),
+        "key batch_size beta least timeout",
         normalize=("batch", "choice or none"),
-        least=(1, "count or none"),
-        timeout=(0.0, "time"),
     ),
-    "Holder.take": on_holder("queue", "take", batch_size=(1, "count"), timeout=(0.0, "time")),
-    "Monitor": call(
-        jaxbuf.Monitor,
-        host=True,
-        writers=([], "nothing"),
-        every_steps=(2, "count on the host or none"),
-        resume_at=(0, "step or none"),
-    ),
-    "Monitor every few seconds": call(
-        jaxbuf.Monitor, host=True, writers=([], "nothing"), every_seconds=(2.0, "seconds")
-    ),
+    "Holder.take": on_holder("queue", "take", "timeout", batch_size=(1, "count")),
+    "Monitor": call(jaxbuf.Monitor, "writers every_steps resume_at", host=True),
+    "Monitor every few seconds": call(jaxbuf.Monitor, "writers every_seconds", host=True),
     "Monitor.write": call(
         lambda **options: jaxbuf.Monitor([]).write(**options),
-        host=True,
+        "metrics",
         step=(1, "step"),
-        metrics=({"loss": 1.0}, "metrics"),
+        host=True,
     ),
     "CsvWriter": call(
         lambda path: jaxbuf.CsvWriter(path).close(),
-        host=True,
         path=(folder() + "/log.csv", "folder"),
+        host=True,
     ),
 }
 
@@ -947,51 +845,36 @@ if importlib.util.find_spec("mpi4jax") is not None:
     from jaxbuf import mpi
 
     CALLS |= {
-        "EMA": call(mpi.EMA, alpha=(0.1, "above 0 to 1")),
-        "Min": call(mpi.Min, alpha=(0.1, "above 0 to 1")),
-        "Percentile": call(mpi.Percentile, q=(0.1, "fraction"), alpha=(0.1, "above 0 to 1")),
-        "BaselineFilter.create": call(
-            mpi.BaselineFilter.create, refresh_after=(10, "count or none")
-        ),
+        "EMA": call(mpi.EMA, "alpha"),
+        "Min": call(mpi.Min, "alpha"),
+        "Percentile": call(mpi.Percentile, "q alpha"),
+        "BaselineFilter.create": call(mpi.BaselineFilter.create, "refresh_after"),
         "BaselineFilter.select": call(
             lambda **options: mpi.BaselineFilter.create().select(**options),
+            "mask",
             score=(ZEROS, "rows of any number"),
             baseline=(0.0, "traced number"),
-            mask=(MASK, "rows or none"),
         ),
-        "Layout": call(
-            mpi.Layout,
-            world_size=(4, "count"),
-            num_managers=(1, "count"),
-            coordinator=(False, "flag"),
-            nodes=(None, "rows or none"),
-        ),
+        "Layout": call(mpi.Layout, "world_size num_managers coordinator nodes"),
         "Novelty": call(mpi.Novelty, field=(None, "what is compared"), p=(2.0, "norm 1 or 2")),
         "NewModes": call(
             mpi.NewModes,
-            threshold=(0.0, "score"),
+            "threshold p",
             field=(None, "what is compared"),
             cutoff=(0.0, "distance from 0"),
-            p=(1.0, "norm"),
         ),
         "WeightedSum": call(
             mpi.WeightedSum,
+            "alpha",
             parts=((mpi.Retained(),), "nothing"),
             weights=({"retained": 1.0}, "weights"),
-            alpha=(0.1, "above 0 to 1"),
         ),
         "Manager.create": call(
             mpi.Manager.create,
+            "num_workers store",
             buffer=(THINGS.scored, "buffer"),
-            num_workers=(2, "count"),
             baseline=(mpi.EMA(), "nothing"),
             scores=(mpi.DEFAULT, "just functions"),
-            store=(True, "flag"),
         ),
-        "WorkerState.create": call(
-            mpi.WorkerState.create,
-            example=(step(), "example"),
-            rows=(2, "count"),
-            filter=(None, "rows or none"),
-        ),
+        "WorkerState.create": call(mpi.WorkerState.create, "example filter", rows=(2, "count")),
     }
