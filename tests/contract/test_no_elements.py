@@ -148,7 +148,7 @@ def test_small_numbers_keys_and_empty_leaves_on_two_devices():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int4", "uint2", "float8_e5m2"])
 def test_small_numbers_are_held(dtype):
     few = jnp.array([1, 0], jnp.float32).astype(dtype)
     buffer = jaxbuf.ItemBuffer.create(few[0], 4).add(few)
@@ -165,16 +165,18 @@ def test_keys_are_held():
         testing.assert_holds(rings, keys[jnp.array([2, 0, 0])])
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "uint2", "float8_e4m3", "float4_e2m1fn"])
-def test_a_store_keeps_small_numbers(tmp_path, dtype):
-    few = jnp.array([1, 0, 1], jnp.float32).astype(dtype)
-    with jaxbuf.Store(tmp_path, few[0], chunk=2) as store:
+def test_a_store_keeps_small_numbers(tmp_path):
+    names = ("int4", "uint4", "uint2", "float8_e4m3", "float4_e2m1fn")
+    few = {name: jnp.array([1, 0, 1], jnp.float32).astype(name) for name in names}
+    item = jax.tree.map(lambda leaf: leaf[0], few)
+    with jaxbuf.Store(tmp_path, item, chunk=2) as store:
         store.append(few)
-        found = store.read([2, 1, 0])
-        assert found.dtype == few.dtype
-        np.testing.assert_array_equal(found, np.asarray(few)[::-1])
-        buffer = store.load_into(jaxbuf.ItemBuffer.create(few[0], 4))
+        found = store.read([1, 2, 0])
+        for name in names:
+            assert found[name].dtype == few[name].dtype
+            np.testing.assert_array_equal(found[name], np.asarray(few[name])[[1, 2, 0]])
+        buffer = store.load_into(jaxbuf.ItemBuffer.create(item, 4))
         testing.assert_holds(buffer, few)
         store.append_buffer(buffer)
-    with jaxbuf.Store(tmp_path, few[0], mode="r") as store:
+    with jaxbuf.Store(tmp_path, item, mode="r") as store:
         assert len(store) == 6

@@ -43,7 +43,7 @@ BUFFERS = {
     "sharded": sharded,
 }
 # Buffers that are saved, and the size with which they are loaded.
-SAVED = (("prioritized", SLOTS), ("softmax", 2 * SLOTS), ("sharded", SLOTS))
+SAVED = (("softmax", 2 * SLOTS), ("sharded", SLOTS))
 
 
 @jax.jit

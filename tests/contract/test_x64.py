@@ -36,7 +36,6 @@ def check(batch):
 
 
 SAMPLERS = [
-    jaxbuf.Uniform(),
     jaxbuf.Uniform(replacement=False),
     jaxbuf.Prioritized(),
     jaxbuf.Prioritized(replacement=False, uniform_mix=0.1),
@@ -55,20 +54,6 @@ def test_items(sampler, tmp_path):
         buffer = jaxbuf.update_priority(buffer, batch.slots, np.arange(8.0))
     jaxbuf.save(tmp_path, buffer)
     assert jaxbuf.load(tmp_path, like=buffer).size == buffer.size == 20
-
-
-def test_limits_on_use_and_staleness():
-    freshness = jaxbuf.Freshness(max_use=2, max_staleness=10)
-    buffer = jaxbuf.ItemBuffer.create(STEP, 20, sampler=jaxbuf.Prioritized(), freshness=freshness)
-    buffer = jaxbuf.add(buffer, rows(8), version=np.arange(8, dtype=np.int32))
-    for _ in range(2):
-        batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
-        buffer = buffer.mark_used(batch.slots)
-    left = int(buffer.size)
-    assert 4 <= left <= 6
-    buffer = buffer.set_version(jnp.int32(14))
-    live = buffer.occupancy.live(jnp.arange(20, dtype=jnp.int32))
-    assert int(buffer.size) == int(live.sum()) < left
 
 
 def test_windows_and_episodes():
@@ -147,14 +132,7 @@ def test_diversity_outside_of_jit(within_batch, freshness):
 
 @pytest.mark.parametrize(
     ("dtype", "asarray"),
-    [
-        (np.int8, np.asarray),
-        (np.int16, jnp.asarray),
-        (np.int64, np.asarray),
-        (np.uint8, jnp.asarray),
-        (np.uint32, np.asarray),
-        (np.uint64, jnp.asarray),
-    ],
+    [(np.int8, np.asarray), (np.int64, np.asarray), (np.uint64, jnp.asarray)],
 )
 def test_integers_of_any_width(dtype, asarray):
     freshness = jaxbuf.Freshness(max_staleness=4)
@@ -189,17 +167,6 @@ def test_integers_that_do_not_fit():
     accumulator = jaxbuf.ChunkAccumulator.create(np.float64(0), 4, 1)
     with pytest.raises(ValueError, match=r"number\[0\] is 1099511627776; expected"):
         accumulator.add(np.arange(4.0), jnp.arange(4), large)
-
-
-def test_64_bit_numbers_are_kept():
-    item = {"time": np.int64(0), "value": np.float64(0), "narrow": np.int32(0)}
-    buffer = jaxbuf.ItemBuffer.create(item, 4)
-    given = {"time": np.arange(4) + 2**40, "value": np.full(4, 1e300)}
-    buffer = jaxbuf.add(buffer, {**given, "narrow": np.arange(4, dtype=np.int32)})
-    assert buffer.data["time"].tolist() == given["time"].tolist()
-    assert buffer.data["value"].tolist() == given["value"].tolist()
-    with pytest.raises(ValueError, match="dtype int64; expected int32"):
-        buffer.add({**given, "narrow": jnp.arange(4)})
 
 
 def test_changes_of_64_bit_fields():

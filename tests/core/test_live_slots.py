@@ -150,12 +150,3 @@ def test_environments_by_number_are_checked_before_the_program(door, kind):
         with pytest.raises(ValueError, match=message):
             add(kind(ids), rows)
     add(kind([1, 0]), rows)
-
-
-def test_a_refused_add_leaves_the_buffer():
-    buffer = rings()
-    with pytest.raises(ValueError, match="env_ids has 7"):
-        jaxbuf.add(
-            buffer, {"t": jnp.ones(1, jnp.int32), "terminated": jnp.zeros(1, bool)}, env_ids=[7]
-        )
-    assert int(buffer.size) == 8

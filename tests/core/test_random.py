@@ -12,31 +12,7 @@ from jaxbuf.core import native
 from jaxbuf.core.random import random_words
 from jaxbuf.testing import hlo
 
-
-def test_random_words_are_the_same_everywhere():
-    keys = jax.random.split(jax.random.key(3), 4)
-    apart = jnp.stack([random_words(key, (2, 15)) for key in keys])
-    together = jax.vmap(lambda key: random_words(key, (2, 15)))(keys)
-    _, scanned = jax.lax.scan(lambda _, key: (None, random_words(key, (2, 15))), None, keys)
-    np.testing.assert_array_equal(apart, together)
-    np.testing.assert_array_equal(apart, scanned)
-    assert len(np.unique(apart)) == apart.size
-
-
-@pytest.mark.parametrize("key", [jax.random.PRNGKey(1), jax.random.key(1, impl="rbg")])
-def test_keys_of_other_kinds(key):
-    words = random_words(key, (5000,))
-    share = np.unpackbits(np.asarray(words).view(np.uint8)).mean()
-    assert words.dtype == jnp.uint32
-    assert abs(share - 0.5) < 4 * 0.5 / np.sqrt(32 * 5000)
-
-
-def test_a_raw_key_draws_what_a_typed_one_draws():
-    raw = random_words(jax.random.PRNGKey(7), (9,))
-    np.testing.assert_array_equal(raw, random_words(jax.random.key(7), (9,)))
-
-
-SHAPES = [(), (0,), (1,), (7,), (2, 256), (3, 0, 5), (4, 3, 5), (1025,)]
+SHAPES = [(), (3, 0, 5), (7,), (2, 256), (1025,)]
 KEYS = {
     "typed": lambda: jax.random.key(2**31 + 5),
     "raw": lambda: jax.random.PRNGKey(11),
