@@ -2,11 +2,8 @@
 
 import functools
 import os
-import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -64,14 +61,14 @@ ALL_OPS = ("sum", "max", "min_positive")
 
 @pytest.mark.parametrize(
     ("capacity", "ops"),
-    [(1, ALL_OPS), (16, ALL_OPS), (257, ALL_OPS), (70_000, ALL_OPS), (257, ("min",))],
+    [(1, ALL_OPS), (16, ALL_OPS), (70_000, ALL_OPS), (257, ("min",))],
 )
 def test_trees_agree_bit_for_bit(capacity, ops):
     rng = np.random.default_rng(capacity)
     tree = tree_of((rng.random(capacity) * (rng.random(capacity) < 0.7)).astype("f4"), ops)
     before = jax.tree.map(np.asarray, tree)
     # 1,500 rows are enough to be shared between threads.
-    for rows in (33 if capacity == 16 else 1, 1500):
+    for rows in (1500,) if capacity == 70_000 else (33 if capacity == 16 else 1, 1500):
         index = rng.integers(-1, capacity + 2, rows).astype(np.int32)
         value = np.maximum((rng.random(rows) - 0.2).astype(np.float32), 0)
         value = np.where(value > 0.7, np.finfo(np.float32).tiny, value)
@@ -129,9 +126,7 @@ def test_every_search_ends_in_the_tree_whatever_it_holds(capacity):
 RANKED = [-np.inf, -2.5, -0.0, 0.0, 1e-30, 3.0, np.inf]
 
 
-@pytest.mark.parametrize(
-    ("capacity", "rows"), [(1, 1), (3, 2), (17, 40), (70, 13), (600, 37), (5000, 90)]
-)
+@pytest.mark.parametrize(("capacity", "rows"), [(1, 1), (17, 40), (600, 37), (5000, 90)])
 def test_rows_are_placed_where_the_definition_puts_them(capacity, rows):
     rng = np.random.default_rng(capacity)
     # The numbers of arrival wrap on the way.
@@ -162,8 +157,9 @@ def test_rows_are_placed_where_the_definition_puts_them(capacity, rows):
     both(jax.vmap(lambda ranking, score: ranking.place(rows, None, score)), many, scores)
 
 
-@pytest.mark.parametrize("capacity", [1, 15, 17, 257, 70_001])
-@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize(
+    ("capacity", "rows"), [(1, 300), (15, 1), (17, 300), (257, 1), (70_001, 300)]
+)
 def test_rows_are_placed_in_the_tree_whatever_it_holds(capacity, rows):
     rng = np.random.default_rng(capacity)
     ranking = Ranking.create(capacity)
@@ -180,8 +176,9 @@ def test_rows_are_placed_in_the_tree_whatever_it_holds(capacity, rows):
                 assert ((slot >= 0) & (slot <= capacity)).all()
 
 
-@pytest.mark.parametrize("capacity", [1, 31, 32, 1025, 70_001])
-@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize(
+    ("capacity", "rows"), [(1, 300), (31, 1), (32, 300), (1025, 1), (70_001, 300)]
+)
 def test_members_are_marked_as_the_definition_marks_them(capacity, rows):
     rng = np.random.default_rng(capacity)
     members, twin = Bitset.create(capacity), np.zeros(capacity, bool)
@@ -303,14 +300,14 @@ def test_rows_are_computed_bit_for_bit(name):
         function, *args = ROWS[name](rng, rows)
         args = jax.tree.map(jnp.asarray, args)
         found = both(function, *args)
-        # Two lanes, of which only the first argument has its own, and then only the last one.
-        for axis in (0, -1):
-            lanes = [None] * len(args)
-            lanes[axis] = 0
-            stacked = [*args]
-            stacked[axis] = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args[axis])
-            together = both(jax.vmap(function, lanes), *stacked)
-            same(together, jax.tree.map(lambda leaf: np.stack([leaf, leaf]), found))
+    # Two lanes, of which only the first argument has its own, and then only the last one.
+    for axis in (0, -1):
+        lanes = [None] * len(args)
+        lanes[axis] = 0
+        stacked = [*args]
+        stacked[axis] = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args[axis])
+        together = both(jax.vmap(function, lanes), *stacked)
+        same(together, jax.tree.map(lambda leaf: np.stack([leaf, leaf]), found))
     if name == "each scaled":
         word, below = map(np.uint64, args)
         np.testing.assert_array_equal(found, word * below >> np.uint64(32))
@@ -333,16 +330,12 @@ CREATE = {
 @pytest.mark.parametrize(
     ("kind", "sampler", "operation", "rows"),
     [
-        ("items", jaxbuf.Uniform(), "add", 64),
         ("items", jaxbuf.Uniform(), "sample", 256),
         ("items", PRIORITIZED, "add", 64),
-        ("items", PRIORITIZED, "sample", 256),
         ("items", PRIORITIZED, "update", 256),
         ("items", PRIORITIZED, "weights", 256),
-        ("windows", jaxbuf.Uniform(), "sample", 64),
         ("windows", PRIORITIZED, "add", 4),
         ("windows", PRIORITIZED, "sample", 64),
-        ("windows", PRIORITIZED, "update", 256),
     ],
 )
 def test_small_calls_count_fewer_operations_than_xla_hands_to_another_thread(
@@ -385,7 +378,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("capacity", [3, 4099, 1_200_007])
+@pytest.mark.parametrize("capacity", [3, 1_200_007])
 @pytest.mark.parametrize("name", list(EMPTY))
 def test_an_empty_buffer_gives_no_rows(name, capacity):
     with using_native(True):
@@ -442,6 +435,9 @@ BUFFERS = {
     "softmax": lambda: jaxbuf.ItemBuffer.create(
         EXAMPLE, 500, sampler=jaxbuf.Softmax(), evictor=jaxbuf.Lowest()
     ),
+    "windows": lambda: jaxbuf.TrajectoryBuffer.create(
+        EXAMPLE, 4, 64, sequence_length=5, sampler=PRIORITIZED
+    ),
 }
 
 
@@ -449,11 +445,11 @@ BUFFERS = {
 def test_a_buffer_does_the_same(name):
     rng = np.random.default_rng(1)
     buffers = [BUFFERS[name](), BUFFERS[name]()]
-    for step in range(12):
-        rows = (3, 300)[step % 2]
+    for step in range(6):
+        leading = (4, 30) if name == "windows" else ((3,), (300,))[step % 2]
         items = {
-            "obs": jnp.asarray(rng.random((rows, 7)), jnp.float32),
-            "reward": jnp.asarray(rng.random(rows), jnp.float32),
+            "obs": jnp.asarray(rng.random((*leading, 7)), jnp.float32),
+            "reward": jnp.asarray(rng.random(leading), jnp.float32),
         }
         scores = {"score": items["reward"]} if name == "softmax" else {}
         samples = []
@@ -462,29 +458,12 @@ def test_a_buffer_does_the_same(name):
                 buffers[which] = jaxbuf.add(buffers[which], items, **scores)
                 sample = jaxbuf.sample(buffers[which], jax.random.key(step), 40)
                 if not scores:
-                    priority = sample.data["reward"] + 0.1
+                    priority = sample.data["reward"].reshape(40, -1)[:, 0] + 0.1
                     buffers[which] = jaxbuf.update_priority(buffers[which], sample.slots, priority)
                 samples.append(sample)
         # The probabilities of a softmax are exponentials, which XLA may fuse one way or another.
         same((samples[0].data, samples[0].slots), (samples[1].data, samples[1].slots))
         np.testing.assert_allclose(samples[0].probability, samples[1].probability, rtol=1e-6)
-        same(buffers[0], buffers[1])
-
-
-def test_windows_do_the_same():
-    buffers = [
-        jaxbuf.TrajectoryBuffer.create(EXAMPLE, 4, 64, sequence_length=5, sampler=PRIORITIZED)
-        for _ in range(2)
-    ]
-    for step in range(6):
-        steps = {"obs": jnp.full((4, 30, 7), step, jnp.float32), "reward": jnp.ones((4, 30))}
-        for which, enabled in enumerate((False, True)):
-            with using_native(enabled):
-                buffers[which] = jaxbuf.add(buffers[which], steps)
-                sample = jaxbuf.sample(buffers[which], jax.random.key(step), 16)
-                buffers[which] = jaxbuf.update_priority(
-                    buffers[which], sample.slots, sample.data["obs"][:, 0, 0]
-                )
         same(buffers[0], buffers[1])
 
 
@@ -548,20 +527,20 @@ def test_the_environment_turns_them_off():
         "tree, leaf = SegmentTree.create(40), jnp.arange(4);"
         "print(jax.jit(tree.read).lower(leaf).as_text())"
     )
-    for value, used in (("0", False), ("1", True)):
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXBUF_NATIVE": value}
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        assert ("jaxbuf_read" in done.stdout) == used
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXBUF_NATIVE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "stablehlo" in done.stdout
+    assert "jaxbuf_read" not in done.stdout
 
 
-TOO_NEW = """
+LIBRARY_ELSEWHERE = """
 import warnings
 import jaxbuf.core.native as native
 native.__path__[:] = [{folder!r}]
@@ -578,29 +557,21 @@ assert len(found) == 1 and {expected!r} in found[0], found
 """
 
 
-def build(folder, source, *options):
-    """Compiles a library of kernels into a folder of its own; returns the folder."""
+# A library of kernels for another version of XLA's interface.
+NEWER = 'extern "C" int jaxbuf_ffi_version() { return 999; }\n' + "\n".join(
+    f'extern "C" void* jaxbuf_{name}(void*) {{ return nullptr; }}' for name in native.KERNELS
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(NEWER, "were built for version 0.999"), ("", "cannot be loaded")],
+    ids=["newer", "without kernels"],
+)
+def test_a_library_that_does_not_fit_is_left_out_and_jax_works(tmp_path, code, expected):
+    source, library = tmp_path / "kernels.cc", tmp_path / "libjaxbuf.so"
+    source.write_text(code)
     compiler = os.environ.get("CXX", "c++")
-    library = [*options, str(source), "-o", str(folder / "libjaxbuf.so")]
-    subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", *library], check=True)
-    return str(folder)
-
-
-def test_kernels_for_a_newer_jaxlib_are_left_out_and_jax_works(tmp_path):
-    headers = tmp_path / "include"
-    shutil.copytree(Path(jax.ffi.include_dir()) / "xla", headers / "xla")
-    header = headers / "xla/ffi/api/c_api.h"
-    text, changes = re.subn(r"(#define XLA_FFI_API_MINOR) \d+", r"\1 999", header.read_text())
-    assert changes == 1
-    header.write_text(text)
-    source = Path(native.__file__).with_name("kernels.cc")
-    folder = build(tmp_path, source, "-O0", "-isystem", str(headers))
-    program = TOO_NEW.format(folder=folder, expected="were built for version 0.999")
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_a_library_without_kernels_is_left_out_and_jax_works(tmp_path):
-    source = tmp_path / "empty.cc"
-    source.write_text("")
-    program = TOO_NEW.format(folder=build(tmp_path, source), expected="cannot be loaded")
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    program = LIBRARY_ELSEWHERE.format(folder=str(tmp_path), expected=expected)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -100,7 +100,7 @@ def put(leaves, index, value):
 # compared with what is done without them elsewhere.
 UPDATES = [
     (form, capacity, ops)
-    for form, capacities in (("pure", (1, 16, 17, 300, 5000)), ("wide", (5, 300, 5000)))
+    for form, capacities in (("pure", (1, 16, 17, 5000)), ("wide", (5, 300)))
     for capacity in capacities
     for ops in OPS
 ] + [("native", capacity, ops) for capacity in (17, 5000) for ops in OPS]
@@ -122,7 +122,7 @@ def test_random_updates_agree_with_a_flat_array(capacity, ops):
         check(tree, leaves)
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("ops", OPS[1:4:2])
 def test_extremes_that_come_and_go(ops):
     # Few rows for so many leaves: what lies above a node may be looked at only if the node changes.
     capacity, rows, rng = 70_000, 15, np.random.default_rng(0)
@@ -280,6 +280,7 @@ def reference_reduce(op):
     return reduce
 
 
+@pytest.mark.parametrize("_form", ["pure", "native"], indirect=True)
 def test_vmap_over_trees_and_over_queries():
     rng = np.random.default_rng(3)
     leaves = jnp.asarray(rng.random((3, 50)), jnp.float32)
