@@ -632,13 +632,9 @@ CALLS: dict[str, Call] = {
         window=(30.0, "above 0"),
     ),
     # The layer for programs written for flashbax.
-    "make_trajectory_buffer": call(
-        fbx.make_trajectory_buffer,
-        FBX_WINDOWS,
-    ),
+    "make_trajectory_buffer": call(fbx.make_trajectory_buffer, FBX_WINDOWS),
     "make_prioritised_trajectory_buffer": call(
-        fbx.make_prioritised_trajectory_buffer,
-        FBX_WINDOWS + " priority_exponent",
+        fbx.make_prioritised_trajectory_buffer, FBX_WINDOWS + " priority_exponent"
     ),
     "make_flat_buffer": call(
         fbx.make_flat_buffer,

@@ -185,61 +185,74 @@ def test_sharded_and_hosted_adds():
     )
 
 
-CHANGES = {
-    "update_priority": lambda b, slots, value, mask: b.update_priority(slots, value, mask=mask),
-    "jaxbuf.update_priority": lambda b, slots, value, mask: jaxbuf.update_priority(
-        b, slots, value, mask=mask
+def two():
+    return jaxbuf.Mixture.create([priorities(), priorities()], [1, 1])
+
+
+THREE, RAW_KEY, WINDOW = np.array(3, np.int32), np.array(jax.random.PRNGKey(3)), steps(ROWS, 4)
+BATCH = host(priorities().sample(KEY, 4))
+# What is called, what its state is made by, and what it is given.
+CASES = [
+    *(
+        (change, make, SLOTS, numbers(ROWS), MASK)
+        for make in (priorities, two)
+        for change in (
+            lambda b, slots, value, mask: b.update_priority(slots, value, mask=mask),
+            lambda b, slots, value, mask: jaxbuf.update_priority(b, slots, value, mask=mask),
+            lambda b, slots, value, mask: b.mark_used(slots, mask=mask),
+            lambda b, slots, value, mask: (b.use_count(slots), b.staleness(slots)),
+        )
     ),
-    "mark_used": lambda b, slots, value, mask: b.mark_used(slots, mask=mask),
-    "use_count": lambda b, slots, value, mask: (b.use_count(slots), b.staleness(slots)),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize(
-    "make", [priorities, lambda: jaxbuf.Mixture.create([priorities(), priorities()], [1, 1])]
-)
-def test_changes_of_sampled_items(name, make):
-    check(CHANGES[name], make(), SLOTS, numbers(ROWS), MASK)
-
-
-@pytest.mark.parametrize(
-    "door",
-    [
-        lambda b, number: b.set_version(number),
-        lambda b, number: b.set_version(1, number),
-        lambda b, number: b.can_sample(number),
-        lambda b, number: b.sample_range(KEY, 4, number),
-        lambda b, number: jaxbuf.importance_weights(b, b.sample(KEY, 4), number, normalize=None),
-    ],
-)
-def test_single_numbers(door):
-    check(door, priorities(), np.array(3, np.int32))
-
-
-def test_keys():
-    key = np.array(jax.random.PRNGKey(3))
-    for draw in (
-        lambda b, key: b.sample(key, 4),
-        lambda b, key: jaxbuf.sample(b, key, 4),
-        lambda b, key: b.next_batch(key, 4),
-        lambda b, key: b.sample_range(key, 4),
-        lambda b, key: jaxbuf.Mixture.create([b], [1]).sample(key, 4),
-        lambda b, key: jaxbuf.sample_groups(b, key, 2, num_groups=20, size=2, group="id"),
-    ):
-        check(draw, priorities(), key)
-
-
-def test_weights_of_a_sample_on_the_host():
-    batch = host(priorities().sample(KEY, 4))
-    check(
-        functools.partial(jaxbuf.importance_weights, beta=0.5, normalize=None), priorities(), batch
-    )
-    check(
+    (lambda b, slots: (b.part_of(slots), b.part_slots(slots, 0)), two, SLOTS),
+    *(
+        (ask, priorities, THREE)
+        for ask in (
+            lambda b, number: b.set_version(number),
+            lambda b, number: b.set_version(1, number),
+            lambda b, number: b.can_sample(number),
+            lambda b, number: b.sample_range(KEY, 4, number),
+            lambda b, n: jaxbuf.importance_weights(b, b.sample(KEY, 4), n, normalize=None),
+        )
+    ),
+    *(
+        (draw, priorities, RAW_KEY)
+        for draw in (
+            lambda b, key: b.sample(key, 4),
+            lambda b, key: jaxbuf.sample(b, key, 4),
+            lambda b, key: b.next_batch(key, 4),
+            lambda b, key: b.sample_range(key, 4),
+            lambda b, key: jaxbuf.Mixture.create([b], [1]).sample(key, 4),
+            lambda b, key: jaxbuf.sample_groups(b, key, 2, num_groups=20, size=2, group="id"),
+        )
+    ),
+    (functools.partial(jaxbuf.importance_weights, beta=0.5, normalize=None), priorities, BATCH),
+    (
         lambda b, draw: b.gather(jaxbuf.strategies.Draw(*draw)),
-        priorities(),
-        (batch.slots.index, batch.probability, batch.valid),
-    )
+        priorities,
+        (BATCH.slots.index, BATCH.probability, BATCH.valid),
+    ),
+    (
+        lambda x, n: (x.inserted(n), x.sampled(n), x.can_insert(n, n)),
+        lambda: jaxbuf.RateLimiter.create(1.0, min_size=2, tolerance=4.0),
+        THREE,
+    ),
+    (lambda x, n: (x.inserted(n), x.after(n)), jaxbuf.ThroughputLimiter.create, THREE),
+    (lambda discount, w: jaxbuf.n_step(w, 2, discount), lambda: jnp.float32(0.9), WINDOW),
+    (lambda n, w: jaxbuf.stack_frames(w, 2, first=n < 1), lambda: jnp.zeros(ROWS), WINDOW),
+    (lambda n, w: jaxbuf.terminal_states(w, n), lambda: jnp.arange(ROWS) % 4, WINDOW),
+    (
+        lambda w, n: jaxbuf.terminal_states(w, n),
+        lambda: jax.tree.map(jnp.asarray, WINDOW),
+        np.arange(ROWS) % 4,
+    ),
+    (lambda key, b: b.sample(key, 4), lambda: KEY, host(priorities())),
+    (lambda rows, b: b.add(rows), lambda: jax.tree.map(jnp.asarray, items()), host(priorities())),
+]
+
+
+@pytest.mark.parametrize(("door", "make", "given"), [(*case[:2], case[2:]) for case in CASES])
+def test_what_was_passed_is_what_counts(door, make, given):
+    check(door, make(), *given)
 
 
 EPISODES = {
@@ -263,36 +276,6 @@ def test_lookups_of_steps(name):
     check(EPISODES[name], buffer, *given)
     if name not in ("clear", "dequeue"):
         check(EPISODES[name], jaxbuf.Mixture.create([buffer], [1]), *given)
-
-
-def test_part_of():
-    mixture = jaxbuf.Mixture.create([priorities(), priorities()], [1, 1])
-    check(lambda b, slots: (b.part_of(slots), b.part_slots(slots, 0)), mixture, SLOTS)
-
-
-def test_limiters():
-    limiter = jaxbuf.RateLimiter.create(1.0, min_size=2, tolerance=4.0)
-    check(lambda x, n: (x.inserted(n), x.sampled(n), x.can_insert(n, n)), limiter, np.array(3))
-    limiter = jaxbuf.ThroughputLimiter.create()
-    check(lambda x, n: (x.inserted(n), x.after(n)), limiter, np.array(3))
-
-
-def test_views_of_steps():
-    window = steps(ROWS, 4)
-    check(lambda discount, w: jaxbuf.n_step(w, 2, discount), jnp.float32(0.9), window)
-    check(lambda first, w: jaxbuf.stack_frames(w, 2, first=first), jnp.zeros(ROWS, bool), window)
-    check(lambda n, w: jaxbuf.terminal_states(w, n), jnp.arange(ROWS) % 4, window)
-    check(
-        lambda w, n: jaxbuf.terminal_states(w, n),
-        jax.tree.map(jnp.asarray, window),
-        np.arange(ROWS) % 4,
-    )
-
-
-def test_a_buffer_on_the_host():
-    buffer = host(priorities())
-    check(lambda key, b: b.sample(key, 4), KEY, buffer)
-    check(lambda rows, b: b.add(rows), jax.tree.map(jnp.asarray, items()), buffer)
 
 
 def test_the_flashbax_layer():

@@ -121,18 +121,6 @@ def test_a_part_of_a_mixture():
             call()
 
 
-def test_a_hosted_buffer():
-    buffer, slots = filled(jaxbuf.Hosted.create(items))
-    buffer = jaxbuf.set_hyperparameters(buffer, uniform_mix=jnp.float32(0))
-    assert buffer.hyperparameters["uniform_mix"] == 0
-    found = buffer.get(slots).probability
-    np.testing.assert_allclose(found, law(1.0, 0.0), rtol=1e-5, atol=1e-9)
-    kept = jaxbuf.set_hyperparameters(buffer, {"alpha": 2}, donate=False)
-    assert kept.hyperparameters["alpha"] == 2
-    changed = jaxbuf.with_sampler(buffer, Uniform())
-    np.testing.assert_allclose(changed.get(slots).probability, 1 / 6, rtol=1e-6)
-
-
 def test_fewer_numbers_in_a_wrapped_buffer():
     """Warnings are errors here: JAX warns of a donated array that is like none of the result."""
     many = Prioritized(alpha=Varying(1.0), epsilon=Varying(0.0), uniform_mix=Varying(1.0))
