@@ -25,8 +25,8 @@ KEYS = {
 # Keys of the usual generator alone have kernels, and are counted in two ways.
 @pytest.mark.parametrize(
     ("kind", "partitionable", "kernels"),
-    [*itertools.product(["typed"], [True, False], [True, False])]
-    + [(kind, True, True) for kind in KEYS if kind != "typed"],
+    [*itertools.product(["typed", "raw"], [True, False], [True, False])]
+    + [(kind, True, True) for kind in ("rbg", "unsafe_rbg")],
 )
 def test_random_words_are_those_of_jax(kind, partitionable, kernels):
     with native.using_native(kernels), jax.threefry_partitionable(partitionable):
