@@ -12,6 +12,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.buffers import doors
+from jaxbuf.core import shapes
 from jaxbuf.testing import assert_no_copy
 from tests import traces
 
@@ -312,8 +313,10 @@ def test_a_traced_function_may_close_over_a_buffer():
     np.testing.assert_array_equal(drawn, jaxbuf.sample(buffer, key, 4).data["reward"] + 1.0)
 
 
-def test_many_lengths_warn_once_and_say_what_to_do():
-    # No other test has a buffer of this configuration, so the count begins here.
+def test_many_lengths_warn_once_and_say_what_to_do(monkeypatch):
+    # The count begins here, whatever other tests had.
+    monkeypatch.setattr(shapes, "_seen", {})
+
     def make():
         return jaxbuf.ItemBuffer.create({"length": jnp.float32(0)}, 1213)
 

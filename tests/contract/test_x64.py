@@ -120,8 +120,9 @@ def test_hindsight(strategy):
     assert relabeled.all()
 
 
-@pytest.mark.parametrize("within_batch", ["suppress", "greedy"])
-@pytest.mark.parametrize("freshness", [None, jaxbuf.Freshness(max_use=2)])
+@pytest.mark.parametrize(
+    ("within_batch", "freshness"), [("suppress", None), ("greedy", jaxbuf.Freshness(max_use=2))]
+)
 def test_diversity_outside_of_jit(within_batch, freshness):
     diversity = jaxbuf.Diversity(1.0, field="obs", within_batch=within_batch)
     buffer = jaxbuf.ItemBuffer.create(STEP, 8, diversity=diversity, freshness=freshness)
