@@ -62,7 +62,7 @@ HOW_TO_ADD = {
     "undonated": lambda items: jaxbuf.add(filled(), items, donate=False),
     "jit": lambda items: jax.jit(lambda b, i: b.add(i))(create(), items),
 }
-# Those that say of the structure of items what a buffer says.
+# Other buffers say the same of the structure of items.
 OTHERS = {
     "queue": lambda items: jaxbuf.Queue.create(example(), 16).add(items),
     "rings": lambda items: jaxbuf.TrajectoryBuffer.create(example(), 8, 4).add(items),
