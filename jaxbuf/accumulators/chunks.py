@@ -181,6 +181,11 @@ class ChunkAccumulator(Described):
         return self.lanes.filled
 
     @property
+    def storage(self) -> Arrays:
+        """Arrays with the structure and the dtypes of fragments."""
+        return self.data[0]
+
+    @property
     def waiting(self) -> Count:
         """The number of complete chunks that have not been returned yet."""
         return self.lanes.waiting

@@ -21,7 +21,9 @@ def note(buffer: PyTree, items: PyTree, call: str) -> None:
         items: The rows that it gets.
         call: The name of the function, for the warning.
     """
-    configuration = hash((call, jax.tree.structure(buffer)))
+    # The hash of a structure alone leaves out the options in it.
+    sizes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(buffer))
+    configuration = hash((call, str(jax.tree.structure(buffer)), sizes))
     shapes = _seen.setdefault(configuration, set())
     if shapes is None:
         return

@@ -313,6 +313,14 @@ def test_a_traced_function_may_close_over_a_buffer():
     np.testing.assert_array_equal(drawn, jaxbuf.sample(buffer, key, 4).data["reward"] + 1.0)
 
 
+def test_buffers_of_other_sizes_and_options_count_apart(recwarn):
+    for length in range(1, 12):
+        sampler = jaxbuf.Prioritized(alpha=1 / length)
+        buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 2000 + length % 2, sampler=sampler)
+        jaxbuf.add(buffer, jnp.zeros(length))
+    assert not recwarn
+
+
 def test_many_lengths_warn_once_and_say_what_to_do(monkeypatch):
     # The count begins here, whatever other tests had.
     monkeypatch.setattr(shapes, "_seen", {})
