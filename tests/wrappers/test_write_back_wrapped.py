@@ -56,9 +56,6 @@ def nested():
     return jaxbuf.Mixture.create([windows(1000), inner], [1, 1])
 
 
-both = pytest.mark.parametrize("make", [flat, nested])
-
-
 def parts_of(mixture):
     """The buffers that are not mixtures themselves, in order."""
     for part in mixture.parts:
@@ -70,28 +67,11 @@ def drawn(make, rows=24):
     return mixture, mixture.sample(KEY, rows)
 
 
-@both
-def test_a_field_is_written_in_the_part_of_each_row(make):
-    mixture, batch = drawn(make)
-    value = -batch.data["reward"]
-    mask = batch.data["number"][:, 0] % 2 == 0
-    for changed in (
-        mixture.set_field("reward", batch.slots, value, mask=mask),
-        jaxbuf.set_field(mixture, "reward", batch.slots, value, mask=mask, donate=False),
-    ):
-        after = changed.get(batch.slots)
-        chex.assert_trees_all_equal(after.slots, batch.slots)
-        assert after.valid.all()
-        # Windows that overlap are written as well, so that only signs are compared.
-        even = after.data["number"][:, 0] % 2 == 0
-        number = after.data["number"].astype(jnp.float32)
-        assert (after.data["reward"][even] == -number[even]).all()
-        testing.assert_valid(changed)
-    with pytest.raises(ValueError, match="path is 'terminated', but episodes knows the ends"):
-        mixture.set_field("terminated", batch.slots, batch.data["terminated"])
+def doubled(items):
+    return 2.0 * items["reward"]
 
 
-@both
+@pytest.mark.parametrize("make", [flat, nested])
 def test_items_are_inserted_scored_and_removed(make):
     mixture, batch = drawn(make)
     new, score = pairs([7, 8, 9]), jnp.array([5.0, NAN, 6.0])
@@ -122,28 +102,23 @@ def test_items_are_inserted_scored_and_removed(make):
     testing.assert_valid(everything)
 
 
-@both
-def test_what_is_not_there_is_not_got(make):
-    mixture, batch = drawn(make)
+def test_what_is_read_is_of_all_parts():
+    mixture, batch = drawn(nested)
     nowhere = jaxbuf.Slots(jnp.array([mixture.capacity, -1]), jnp.array([1, 1], jnp.uint32))
     found = mixture.get(nowhere)
     assert (found.valid.tolist(), found.probability.tolist()) == ([False] * 2, [0.0] * 2)
     assert found.slots.index.tolist() == [mixture.capacity] * 2
-    assert mixture.holds(nowhere).tolist() == [False] * 2
     again = mixture.get(batch.slots)
     np.testing.assert_allclose(again.probability, batch.probability, rtol=1e-5)
     chex.assert_trees_all_equal(again.data, batch.data)
-
-
-@both
-def test_a_field_of_all_parts_is_mapped(make):
-    mixture, batch = drawn(make)
-    changed = mixture.map_field("reward", lambda items: items["reward"] + 0.5, batch_size=4)
+    changed = mixture.map_field("reward", doubled, batch_size=4)
     again = changed.get(batch.slots).data["reward"]
-    assert again.tolist() == (batch.data["reward"] + 0.5).tolist()
+    assert again.tolist() == (2 * batch.data["reward"]).tolist()
+    with pytest.raises(ValueError, match="path is 'terminated', but episodes knows the ends"):
+        mixture.set_field("terminated", batch.slots, batch.data["terminated"])
 
 
-def test_windows_of_all_parts_are_found_and_their_episodes_end():
+def test_windows_of_all_parts_are_found():
     mixture = jaxbuf.Mixture.create([windows(1000), plain(3000), windows(2000, 3)], [1, 1, 1])
     batch = mixture.sample(KEY, 24)
     env, position = mixture.locate(batch.slots)
@@ -152,15 +127,6 @@ def test_windows_of_all_parts_are_found_and_their_episodes_end():
     assert (slots.index == mixture.capacity).tolist() == (~in_rings).tolist()
     for got, expected in zip(jax.tree.leaves(slots), jax.tree.leaves(batch.slots), strict=True):
         assert got[in_rings].tolist() == expected[in_rings].tolist()
-    for envs in (jnp.array([1, 3, 9]), jnp.arange(5) % 2 == 1):
-        ended = mixture.end_episodes(envs)
-        for i in (0, 2):
-            expected = mixture.parts[i].end_episodes(jnp.array([1]))
-            chex.assert_trees_all_equal(ended.parts[i], expected)
-    ended = mixture.end_episodes()
-    chex.assert_trees_all_equal(ended.parts[2], mixture.parts[2].end_episodes())
-    with pytest.raises(ValueError, match="no part knows its episodes"):
-        jaxbuf.Mixture.create([plain(1), plain(2)], [1, 1]).end_episodes()
 
 
 def test_a_mixture_without_such_parts_says_so():
@@ -174,97 +140,6 @@ def test_a_mixture_without_such_parts_says_so():
         mixture.slots_at(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match=r"value has shape \(3, 2\); expected \(4, 2\)"):
         mixture.set_field("reward", slots, jnp.zeros((3, 2)))
-
-
-def test_a_mixture_changes_within_a_scan():
-    mixture = flat()
-
-    def step(mixture, key):
-        batch = mixture.sample(key, 8)
-        mixture = mixture.set_field("reward", batch.slots, batch.data["reward"] + 1.0)
-        mixture = mixture.update_score(batch.slots, batch.data["reward"][:, 0])
-        mixture = mixture.remove(batch.slots, mask=batch.probability < 0.01)
-        return mixture, mixture.holds(batch.slots)
-
-    keys = jax.random.split(KEY, 5)
-    scanned, held = jax.jit(lambda m: jax.lax.scan(step, m, keys))(mixture)
-    one_by_one = mixture
-    for key, expected in zip(keys, held, strict=True):
-        one_by_one, got = jax.jit(step)(one_by_one, key)
-        assert got.tolist() == expected.tolist()
-    chex.assert_trees_all_equal(scanned, one_by_one)
-    testing.assert_valid(scanned)
-
-
-# --- in host memory
-
-
-def test_a_hosted_buffer_does_what_the_buffer_does():
-    def make():
-        options = {"sampler": jaxbuf.Softmax(), "evictor": jaxbuf.Lowest(), "parts": REMOVABLE}
-        return jaxbuf.ItemBuffer.create(PAIR, 6, **options)
-
-    score = jnp.arange(4.0)
-    plain, slots = make().insert(pairs(range(4)), score=score)
-    empty = jaxbuf.Hosted.create(make)
-    hosted, told = empty.insert(pairs(range(4)), score=score)
-    chex.assert_trees_all_equal(told, slots)
-    with pytest.raises(ValueError, match="buffer was donated"):
-        empty.insert(pairs(range(4)), score=score)
-    for name, args in (
-        ("set_field", ("reward", slots, -jnp.ones((4, 2)))),
-        ("update_score", (slots, jnp.array([3.0, NAN, 1.0, 0.0]))),
-        ("map_field", ("reward", doubled)),
-        ("remove", (slots,)),
-    ):
-        mask = {} if name == "map_field" else {"mask": jnp.array([True, True, False, True])}
-        plain = getattr(plain, name)(*args, **mask)
-        kept = getattr(jaxbuf, name)(hosted, *args, **mask, donate=False)
-        hosted = getattr(hosted, name)(*args, **mask)
-        chex.assert_trees_all_close(hosted.buffer, plain, rtol=1e-6)
-        chex.assert_trees_all_equal(kept.buffer, hosted.buffer)
-        assert hosted.holds(slots).tolist() == plain.holds(slots).tolist()
-        got, expected = hosted.get(slots), plain.get(slots)
-        chex.assert_trees_all_close(got, expected, rtol=1e-6)
-        assert got.valid.devices() == {hosted.to}
-    testing.assert_valid(hosted)
-    with pytest.raises(ValueError, match=r"get was called inside of jax\.jit"):
-        jax.jit(lambda s: hosted.get(s))(slots)
-
-
-def doubled(items):
-    return 2.0 * items["reward"]
-
-
-def test_hosted_windows_are_found():
-    hosted = jaxbuf.Hosted.create(lambda: windows(1000))
-    slots = hosted.slots_at(jnp.array([0, 1]), jnp.array([2, 9]))
-    assert hosted.holds(slots).tolist() == [True, False]
-    assert hosted.get(slots).data["number"][0].tolist() == [1002, 1003]
-    with pytest.raises(ValueError, match="insert was called, but steps of a TrajectoryBuffer"):
-        hosted.insert(numbered(np.zeros((2, 1))))
-    items = jaxbuf.Hosted.create(lambda: plain(0))
-    with pytest.raises(
-        ValueError, match=r"slots_at was called, but an ItemBuffer has none; use a jaxbuf\.Traj"
-    ):
-        items.slots_at(jnp.array([0]), jnp.array([0]))
-
-
-# --- between threads
-
-
-def test_a_holder_changes_and_reads():
-    holder = jaxbuf.Holder(scored(0))
-    slots = holder.apply(lambda buffer: jaxbuf.insert(buffer, pairs([7]), score=jnp.ones(1)))
-    holder.apply(
-        lambda buffer: (jaxbuf.set_field(buffer, "reward", slots, -jnp.ones((1, 2))), None)
-    )
-    holder.apply(lambda buffer: (jaxbuf.update_score(buffer, slots, jnp.full(1, 8.0)), None))
-    assert holder.read(lambda buffer: buffer.get(slots)).data["reward"].tolist() == [[-1.0, -1.0]]
-    holder.apply(lambda buffer: (jaxbuf.map_field(buffer, "reward", doubled), None))
-    assert holder.read(lambda buffer: buffer.get(slots)).data["reward"].tolist() == [[-2.0, -2.0]]
-    holder.apply(lambda buffer: (jaxbuf.remove(buffer, slots), None))
-    assert holder.read(lambda buffer: buffer.holds(slots)).tolist() == [False]
 
 
 # --- over shards; `sharded_on_devices.py` does the same on eight devices
@@ -281,18 +156,11 @@ def shards_of(buffer):
     return [jax.tree.map(lambda leaf, i=i: leaf[i], buffer.shards) for i in range(SHARDS)]
 
 
-SHARDABLE = {
-    "uniform": jaxbuf.Uniform(),
-    "prioritized": jaxbuf.Prioritized(uniform_mix=0.1),
-    "softmax": jaxbuf.Softmax(),
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "exchange"), [*((name, True) for name in SHARDABLE), ("softmax", False)]
+    ("sampler", "exchange"),
+    [(jaxbuf.Prioritized(uniform_mix=0.1), True), (jaxbuf.Softmax(), False)],
 )
-def test_items_of_all_shards_are_changed(name, exchange):
-    sampler = SHARDABLE[name]
+def test_items_of_all_shards_are_changed(sampler, exchange):
     buffer = sharded(
         lambda: jaxbuf.ItemBuffer.create(PAIR, 6, sampler=sampler, parts=REMOVABLE),
         exchange=exchange,
@@ -343,28 +211,16 @@ def test_items_of_all_shards_are_changed(name, exchange):
     chex.assert_trees_all_equal(jaxbuf.map_field(gone, "reward", doubled, batch_size=4), mapped)
 
 
-def test_windows_of_all_shards_are_changed():
+def test_windows_of_all_shards_are_found():
     options = {"episodes": jaxbuf.Episodes(), "parts": REMOVABLE}
     buffer = sharded(
         lambda: jaxbuf.TrajectoryBuffer.create(STEP, 2, 8, sequence_length=2, **options)
     )
     buffer = buffer.add(numbered(100 * np.arange(4)[:, None] + np.arange(6)[None]))
-    env, position = jnp.array([3, 0, 0, 9]), jnp.array([2, 1, 2, 0])
-    slots = buffer.slots_at(env, position)
+    slots = buffer.slots_at(jnp.array([3, 0, 0, 9]), jnp.array([2, 1, 2, 0]))
     assert slots.index.tolist() == [16 + 10, 1, 2, 32]
     assert buffer.get(slots).data["number"][:3].tolist() == [[302, 303], [1, 2], [2, 3]]
-    mask = jnp.array([[True, False], [True, True], [True, True], [True, True]])
-    changed = buffer.set_field("reward", slots, -jnp.ones((4, 2)), mask=mask)
-    expected = [[-1, 303], [-1, -1], [-1, -1]]
-    assert changed.get(slots).data["reward"][:3].tolist() == expected
-    ended = changed.end_episodes(jnp.array([3]))
-    [first, second] = shards_of(ended)
-    [before, after] = shards_of(changed)
-    chex.assert_trees_all_equal(first, before)
-    chex.assert_trees_all_equal(second, after.end_episodes(jnp.array([1])))
-    chex.assert_trees_all_equal(shards_of(changed.end_episodes())[0], before.end_episodes())
-    gone = changed.remove(slots)
-    assert gone.holds(slots).tolist() == [False] * 4
+    gone = buffer.remove(slots)
     assert int(gone.metrics()["removed"]) == 3
     testing.assert_valid(gone)
     with pytest.raises(ValueError, match="but episodes knows the ends of episodes"):
@@ -469,12 +325,6 @@ def test_what_are_no_slots_of_rows_is_refused_by_everything_that_takes_slots(nam
         _refuses(TAKES_SLOTS[name]())
     else:
         jax.eval_shape(_refuses, TAKES_SLOTS[name]())
-
-
-@pytest.mark.parametrize("method", ["use_count", "episode", "locate"])
-def test_slots_without_an_axis_are_refused_from_python(method):
-    with pytest.raises(ValueError, match=r"has shape \(\); expected \(B,\)"):
-        BY_SLOTS[method](_able_windows(), NO_SLOTS["without an axis"][0])
 
 
 ROWS = {"x": np.ones(4, np.float32)}
