@@ -49,29 +49,6 @@ def still_waits(future):
     return True
 
 
-def test_a_waiter_wakes_exactly_at_the_fourth_fragment(threads):
-    """MineStudio: fetch of 4 fragments, in chunks of 2."""
-    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 1, 2)
-    buffer = jaxbuf.ItemBuffer.create(accumulator.example, 2, sampler=jaxbuf.Uniform(False))
-    holder = Holder((accumulator, buffer))
-
-    @jax.jit
-    def receive(state, fragment):
-        accumulator, buffer = state
-        accumulator, chunks, done = accumulator.add(fragment, jnp.zeros_like(fragment), fragment)
-        return accumulator, buffer.add(chunks, mask=done)
-
-    draw = jax.jit(lambda state: state[1].sample(jax.random.key(0), 2))
-    waiter = threads.submit(
-        holder.read, draw, when=lambda state: state[1].can_sample(2), timeout=LIMIT
-    )
-    for fragment in range(4):
-        assert still_waits(waiter)
-        holder.apply(lambda state, fragment=fragment: (receive(state, integers(fragment)), None))
-    batch = waiter.result(timeout=LIMIT)
-    assert sorted(batch.data.fragments.tolist()) == [[0, 1], [2, 3]]
-
-
 def test_producers_and_consumers_lose_nothing(threads):
     holder = queue(4)
 
@@ -122,35 +99,6 @@ def test_adding_to_a_full_queue_waits_for_room(threads):
     assert holder.take(3).data.tolist() == [2, 3, 4]
 
 
-def test_a_limiter_beside_the_buffer(threads):
-    """Reverb: ratio 1.5, range −1 to 3; the third insert waits for a second sample."""
-    limiter = jaxbuf.RateLimiter.create(1.5, 2, (-1.0, 3.0))
-    holder = Holder((jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter))
-
-    def insert(value):
-        holder.apply(
-            lambda state: ((state[0].add(integers(value)), state[1].inserted()), None),
-            when=lambda state: state[1].can_insert(state[0].size),
-            timeout=LIMIT,
-        )
-
-    def sample():
-        holder.apply(
-            lambda state: ((state[0], state[1].sampled()), None),
-            when=lambda state: state[1].can_sample(state[0].size),
-            timeout=LIMIT,
-        )
-
-    insert(0)
-    insert(1)
-    sample()
-    third = threads.submit(insert, 2)
-    assert still_waits(third)
-    sample()
-    third.result(timeout=LIMIT)
-    assert holder.read(lambda state: int(state[0].size)) == 3
-
-
 def test_a_holder_obeys_its_limiter(threads):
     """Reverb: ratio 1.5, range −1 to 3; the third insert waits for a second sample."""
     limiter = jaxbuf.RateLimiter.create(1.5, 2, (-1.0, 3.0))
@@ -178,16 +126,6 @@ def test_a_holder_obeys_its_limiter(threads):
         holder.add(integers(6), timeout=0)
     assert float(holder.limiter.metrics()["inserts"]) == 3
     assert holder.read(lambda buffer: int(buffer.size)) == 3
-
-
-def test_a_buffer_and_its_limiter_are_saved_at_one_moment(tmp_path):
-    limiter = jaxbuf.RateLimiter.create(1.0, 2)
-    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter=limiter)
-    holder.add(jnp.arange(3))
-    holder.read(lambda b: jaxbuf.save(tmp_path, {"buffer": b, "limiter": holder.limiter}))
-    like = {"buffer": jaxbuf.ItemBuffer.create(jnp.int32(0), 8), "limiter": limiter}
-    state = jaxbuf.load(tmp_path, like)
-    assert int(state["buffer"].size) == int(state["limiter"].metrics()["inserts"]) == 3
 
 
 def test_a_queue_and_rings_with_a_limiter():
@@ -264,44 +202,17 @@ def test_a_learner_that_raises_ends_the_actors(threads):
         assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_holder_ends_with_its_block(threads):
+def test_a_holder_ends_with_its_block_and_wakes_everybody(threads):
     with queue(1) as holder:
-        waiter = threads.submit(holder.take, 1)
-        assert still_waits(waiter)
+        waiters = [threads.submit(holder.take, 1) for _ in range(3)]
+        assert all(still_waits(waiter) for waiter in waiters)
+        assert not holder.stopped
     assert holder.stopped
-    with pytest.raises(Stopped, match=r"the holder was stopped$"):
-        waiter.result(timeout=LIMIT)
     holder.stop(RuntimeError("too late"))
-    with pytest.raises(Stopped, match=r"the holder was stopped$"):
-        holder.take(1)
-
-
-def test_timeout():
-    holder = items(4)
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match=re.escape("did not get there within 0.1 s")):
-        holder.sample(jax.random.key(0), 1, timeout=0.1)
-    assert time.monotonic() - start >= 0.1
-    with pytest.raises(TimeoutError):
-        holder.sample(jax.random.key(0), 1, timeout=0)
-    holder.add(integers(1))
-    assert holder.sample(jax.random.key(0), 1, timeout=0).valid.all()
-
-
-def test_stop_wakes_everybody(threads):
-    holder = queue(2)
-    consumers = [threads.submit(holder.take, 1) for _ in range(3)]
-    assert all(still_waits(consumer) for consumer in consumers)
-    assert not holder.stopped
-    holder.stop()
-    assert holder.stopped
-    for consumer in consumers:
-        with pytest.raises(Stopped):
-            consumer.result(timeout=LIMIT)
-    with pytest.raises(Stopped):
-        holder.add(integers(1))
-    with pytest.raises(Stopped):
-        holder.take(1)
+    calls = (lambda: holder.add(integers(1)), lambda: holder.take(1))
+    for call in (*(waiter.result for waiter in waiters), *calls):
+        with pytest.raises(Stopped, match=r"the holder was stopped$"):
+            call()
     assert holder.read(lambda queue: int(queue.size)) == 0
 
 
@@ -385,21 +296,6 @@ def test_a_holder_is_neither_pickled_nor_copied(copies):
         copies(items(2))
 
 
-def test_changes_happen_one_at_a_time(threads):
-    holder = Holder(np.zeros((), np.int64))
-    inside = threading.Semaphore(1)
-
-    def change(state):
-        assert inside.acquire(blocking=False)
-        time.sleep(0.001)
-        inside.release()
-        return state + 1, int(state)
-
-    futures = [threads.submit(lambda: [holder.apply(change) for _ in range(10)]) for _ in range(8)]
-    seen = itertools.chain(*(future.result(timeout=LIMIT) for future in futures))
-    assert sorted(seen) == list(range(80))
-
-
 def test_time_alone_meets_a_condition():
     limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, math.inf), window=0.05)
     holder = Holder(limiter.inserted(10).sampled(2), recheck=0.02)
@@ -448,10 +344,9 @@ def test_a_mixture_is_added_to_by_part_and_sampled_from(threads):
         holder.add(jnp.ones((3, 2), jnp.int32))
 
 
-# Each two of the three meet.
 @pytest.mark.parametrize(
     ("sequence_length", "period", "ignored"),
-    [(size, period, (0, 1, 3)[(size + period) % 3]) for size in (1, 2, 3) for period in (1, 2, 3)],
+    [(1, 1, 3), (2, 1, 0), (2, 3, 3), (3, 2, 1), (3, 3, 0)],
 )
 def test_the_most_windows_that_a_buffer_can_hold(sequence_length, period, ignored):
     """Added step by step a ring comes to hold that many, and never more."""
@@ -787,7 +682,7 @@ def test_weights_are_of_the_state_that_was_sampled(threads):
         actor.result(LIMIT)
 
 
-@pytest.mark.parametrize("normalize", ["batch", "buffer", "mean", None])
+@pytest.mark.parametrize("normalize", ["buffer", None])
 def test_weights_with_a_limiter_and_options(normalize):
     def create():
         return rings(8, 2, sampler=jaxbuf.Prioritized())

@@ -194,12 +194,6 @@ def test_bad_input(call, message):
         call(two_parts())
 
 
-def test_replace_part():
-    mixture = two_parts()
-    mixture = mixture.replace_part(1, mixture.parts[1].add(jnp.arange(1, dtype=jnp.int32)))
-    assert mixture.parts[1].size == 4
-
-
 RATIOS = [(1,), (3, 1), (0.7, 0.3), (1, 1, 1), (0, 2, 1), (0.1, 0.2, 0.7), (math.pi, math.e, 1e-3)]
 
 
@@ -282,25 +276,6 @@ def test_rows_of_a_queue_are_taken_and_the_others_drawn(nested):
         ValueError, match=r"parts\[0\] is a Queue, whose rows are taken.*next_batch"
     ):
         jaxbuf.sample(mixture, jax.random.key(0), rows)
-
-
-def test_each_new_row_of_a_queue_is_seen_once_in_a_scan():
-    def step(mixture, inputs):
-        key, number = inputs
-        rows = number + jnp.arange(2, dtype=jnp.int32)
-        mixture = mixture.add(rows, part=0).add(rows + 100, part=1)
-        mixture, batch = mixture.next_batch(key, 8)
-        return mixture, batch
-
-    keys = jax.random.split(jax.random.key(0), 10)
-    mixture, batches = jax.jit(
-        lambda mixture: jax.lax.scan(step, mixture, (keys, jnp.arange(0, 20, 2, dtype=jnp.int32)))
-    )(queue_and_rest(0))
-    assert batches.valid.all()
-    assert batches.data[:, :2].reshape(-1).tolist() == list(range(20))
-    assert (batches.data[:, 2:] >= 100).all()
-    metrics = mixture.metrics()
-    assert (int(metrics["0/taken"]), int(metrics["0/size"]), int(metrics["1/size"])) == (20, 0, 8)
 
 
 def test_weights_beside_a_queue_follow_the_probabilities():
@@ -399,21 +374,6 @@ def test_weights_within_each_part_are_those_of_a_naive_model(case):
         expected = reference.weights_within_parts(laws, drawn, 0.6, normalize)
         weights = weights_of(buffer, sample, 0.6, normalize, within="part")
         np.testing.assert_allclose(weights, expected, rtol=2e-6)
-
-
-def test_weights_within_each_part_keep_the_ratio_that_was_chosen():
-    """Half of the rows are from 40 items, and half from 4."""
-    offline = part(0, 40, 40, jaxbuf.Uniform())
-    online = skewed(100, 1.0, 2.0, 3.0, 4.0)
-    mixture = jaxbuf.Mixture.create([offline, online], [1, 1])
-    sample = jaxbuf.sample(mixture, jax.random.key(0), 20_000)
-    pooled = np.asarray(jaxbuf.importance_weights(mixture, sample, 1.0, None))
-    within = np.asarray(jaxbuf.importance_weights(mixture, sample, 1.0, None, within="part"))
-    np.testing.assert_allclose(within[:10_000], 1.0, rtol=1e-6)
-    assert within[10_000:].mean() == pytest.approx(1.0, abs=0.03)
-    value = np.asarray(sample.data, np.float64)
-    assert (within * value).mean() == pytest.approx((19.5 + 101.5) / 2, rel=0.02)
-    assert (pooled * value).mean() == pytest.approx((780 + 406) / 44, rel=0.03)
 
 
 def test_weights_of_rows_that_a_queue_gave():

@@ -129,34 +129,21 @@ def test_every_lookup_is_passed_on_with_its_options(name):
 
 
 @both
-@pytest.mark.parametrize("name", [name for name in jaxbuf.Episode._fields if name != "value"])
-def test_lookups_of_episodes(create, name):
+def test_lookups_of_episodes(create):
     mixture = create()
     batch, source = drawn(mixture)
-    by_slots = np.asarray(getattr(mixture.episode(batch.slots), name))
     env, position = mixture.locate(batch.slots)
-    by_steps = np.asarray(getattr(mixture.episode(env, position), name))
-    np.testing.assert_array_equal(getattr(mixture.episode((env, position)), name), by_steps)
-    for number, first, before in ((0, offline(), 0), (2, online(), 3)):
-        here = source == number
-        expected = getattr(first.episode(env[here] - before, position[here]), name)
-        np.testing.assert_array_equal(by_slots[source == number], expected)
-        np.testing.assert_array_equal(by_steps[source == number], expected)
-    # As steps that are not held, for which positions are their own.
-    if by_slots.dtype != np.uint32:
-        expected = getattr(offline().episode(jnp.array([3]), jnp.array([0])), name)
-        assert (by_slots[source == 1] == expected).all()
-        assert (by_steps[source == 1] == expected).all()
-
-
-@both
-def test_the_mask_of_episodes(create):
-    mixture = create()
-    batch, source = drawn(mixture)
-    mask = mixture.episode_mask(batch.slots)
-    first_ends = np.asarray(batch.data["terminated"][:, 0])
-    expected = np.stack([np.ones(32, bool), ~first_ends], axis=1) & (source != 1)[:, None]
-    np.testing.assert_array_equal(mask, expected)
+    by_slots, by_steps = mixture.episode(batch.slots), mixture.episode(env, position)
+    chex.assert_trees_all_equal(mixture.episode((env, position)), by_steps)
+    for found in (by_slots, by_steps):
+        for number, part, before in ((0, offline(), 0), (2, online(), 3)):
+            here = source == number
+            expected = part.episode(env[here] - before, position[here])
+            chex.assert_trees_all_equal(jax.tree.map(lambda x, here=here: x[here], found), expected)
+        # As steps that are not held, for which positions are their own.
+        nowhere = offline().episode(jnp.array([3]), jnp.array([0]))
+        for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(nowhere), strict=True):
+            assert leaf.dtype == jnp.uint32 or (leaf[source == 1] == expected).all()
 
 
 def test_windows_of_another_length():
@@ -195,9 +182,8 @@ def test_returns_that_some_parts_do_not_record_are_not_told():
         assert mixture.episode(0, 0).value is None
 
 
-@both
-def test_uses_and_versions_reach_the_parts_that_keep_them(create):
-    mixture = create()
+def test_uses_and_versions_reach_the_parts_that_keep_them():
+    mixture = nested()
     batch, source = drawn(mixture)
     mixture = mixture.set_version(2)
     np.testing.assert_array_equal(mixture.staleness(batch.slots), np.where(source == 1, 2, 0))
@@ -211,26 +197,6 @@ def test_uses_and_versions_reach_the_parts_that_keep_them(create):
     uses = np.asarray(mixture.use_count(batch.slots))
     # Items used twice have retired.
     np.testing.assert_array_equal(uses, np.where(counted >= 2, 0, counted))
-
-
-def step_of_training(mixture, key):
-    version, key = key
-    mixture = mixture.add(jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), STEP), part=2)
-    batch = mixture.sample(key, 16)
-    env, position = mixture.locate(batch.slots)
-    seen = mixture.episode(env, position).to_end, mixture.use_count(batch.slots)
-    mixture = mixture.mark_used(batch.slots).set_version(version)
-    return mixture, (batch.slots.index, *seen)
-
-
-def test_a_scan_and_vmap_agree_with_one_by_one():
-    inputs = jnp.arange(1, 4, dtype=jnp.int32), jax.random.split(jax.random.key(0), 3)
-    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), flat())
-    _, mapped = jax.jit(jax.vmap(lambda m: jax.lax.scan(step_of_training, m, inputs)))(lanes)
-    mixture = flat()
-    for i in range(2):
-        mixture, seen = step_of_training(mixture, jax.tree.map(lambda leaf, i=i: leaf[i], inputs))
-        chex.assert_trees_all_equal(seen, jax.tree.map(lambda leaf, i=i: leaf[1, i], mapped))
 
 
 def plain():
