@@ -11,6 +11,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core.slots import Slots
+from tests.wrappers.test_operations import DECLARED, LACKS, OF_ITEMS, WRAPPERS, arguments
 
 KEY = jax.random.key(0)
 REMOVABLE = (jaxbuf.Removable(),)
@@ -179,36 +180,26 @@ def test_items_of_all_shards_are_changed(sampler, exchange):
     # In another order than that of the shards.
     order = jnp.array([5, 0, 3, 1, 0, 7, 2, 6])
     rows = jax.tree.map(lambda leaf: leaf[order], slots)
-    value = -jnp.arange(16.0).reshape(8, 2) - 1.0
-    changed = buffer.set_field("reward", rows, value, mask=order != 7)
-    expected = np.array(buffer.get(slots).data["reward"])
-    for row, number in enumerate(order.tolist()):
-        if number not in (2, 7):
-            expected[number] = value[row]
-    there = np.asarray(mask)
-    np.testing.assert_array_equal(changed.get(slots).data["reward"][there], expected[there])
-    chex.assert_trees_all_equal(
-        jaxbuf.set_field(buffer, "reward", rows, value, mask=order != 7, donate=False), changed
-    )
+    changed, rejected = buffer, 0
     if scores:
         score = order.astype(jnp.float32).at[0].set(NAN)
-        changed = changed.update_score(rows, -score)
+        changed, rejected = buffer.update_score(rows, -score), 1
         found = [part.sampler_state.scores.leaves for part in shards_of(changed)]
         assert found[0][:3].tolist() == [0.0, -1.0, -3.0]
         assert found[1][:4].tolist() == [4.0, 5.0, -6.0, -7.0]
-        assert int(changed.metrics()["rejected"]) == 1
     else:
         with pytest.raises(ValueError, match="no part of this buffer uses scores"):
-            changed.update_score(rows, jnp.ones(8))
+            buffer.update_score(rows, jnp.ones(8))
     gone = changed.remove(rows, mask=order < 4)
-    assert gone.holds(slots).tolist() == [False, False, False, False, True, True, True, True]
-    assert int(gone.metrics()["removed"]) == 3
+    held = [False, False, False, False, True, True, True, True]
+    assert gone.holds(slots).tolist() == held
+    metrics = gone.metrics()
+    assert (int(metrics["removed"]), int(metrics["rejected"])) == (3, rejected)
     mapped = gone.map_field("reward", doubled, batch_size=4)
     testing.assert_valid(mapped)
-    got = mapped.get(slots)
-    assert got.valid.tolist() == gone.holds(slots).tolist()
-    np.testing.assert_array_equal(got.data["reward"][4:], 2 * expected[4:])
-    chex.assert_trees_all_equal(jaxbuf.map_field(gone, "reward", doubled, batch_size=4), mapped)
+    got, before = mapped.get(slots), buffer.get(slots).data["reward"]
+    assert got.valid.tolist() == held
+    np.testing.assert_array_equal(got.data["reward"][4:], 2 * before[4:])
 
 
 def test_windows_of_all_shards_are_found():
@@ -265,32 +256,6 @@ def _in_shards(make):
     return jaxbuf.Sharded.create(make, mesh, "d", shards=2)
 
 
-TAKES_SLOTS = {
-    "items": _able_items,
-    "windows": _able_windows,
-    "mixture": lambda: jaxbuf.Mixture.create([_able_items(), _able_items()], [1, 1]),
-    "mixture of windows": lambda: jaxbuf.Mixture.create([_able_windows()], [1]),
-    "sharded": lambda: _in_shards(_able_items),
-    "sharded windows": lambda: _in_shards(_able_windows),
-    "hosted": lambda: jaxbuf.Hosted.create(_able_items),
-}
-BY_SLOTS = {
-    "update_priority": lambda buffer, slots: buffer.update_priority(slots, jnp.ones(4)),
-    "set_field": lambda buffer, slots: buffer.set_field("x", slots, jnp.ones(4)),
-    "remove": lambda buffer, slots: buffer.remove(slots),
-    "holds": lambda buffer, slots: buffer.holds(slots),
-    "get": lambda buffer, slots: buffer.get(slots),
-    "mark_used": lambda buffer, slots: buffer.mark_used(slots),
-    "use_count": lambda buffer, slots: buffer.use_count(slots),
-    "staleness": lambda buffer, slots: buffer.staleness(slots),
-    "locate": lambda buffer, slots: buffer.locate(slots),
-    "episode": lambda buffer, slots: buffer.episode(slots),
-    "episode_mask": lambda buffer, slots: buffer.episode_mask(slots),
-    "part_of": lambda buffer, slots: buffer.part_of(slots),
-    "part_slots": lambda buffer, slots: buffer.part_slots(slots, 0),
-}
-
-
 def _slots(index, generation):
     return Slots(np.zeros(index, np.int32), np.zeros(generation, np.uint32))
 
@@ -310,21 +275,33 @@ NO_SLOTS = {
 }
 
 
-def _refuses(buffer):
-    """Calls everything that takes slots with what are none."""
-    for method in BY_SLOTS.keys() & set(dir(buffer)):
-        for slots, match in NO_SLOTS.values():
-            with pytest.raises(ValueError, match=rf"{match}|{method} was called"):
-                BY_SLOTS[method](buffer, slots)
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_what_are_no_slots_of_rows_is_refused_by_everything_that_takes_slots(kind):
+    def refuse(buffer, names):
+        for name in names:
+            for slots, match in NO_SLOTS.values():
+                args, options = arguments(name, buffer, slots)
+                with pytest.raises(ValueError, match=match):
+                    getattr(buffer, name)(*args, **options)
+
+    for of_items in (False, True):
+        taking = {name for name in DECLARED if DECLARED[name].slots} - LACKS[kind]
+        names = sorted(taking & OF_ITEMS if of_items else taking - OF_ITEMS)
+        make = WRAPPERS[kind][of_items]
+        # One trace for all calls; a hosted buffer is called from Python.
+        if kind == "hosted":
+            refuse(make(), names)
+        else:
+            jax.eval_shape(lambda make=make, names=names: refuse(make(), names))
 
 
-@pytest.mark.parametrize("name", TAKES_SLOTS)
-def test_what_are_no_slots_of_rows_is_refused_by_everything_that_takes_slots(name):
-    # One trace for all calls; a hosted buffer is called from Python.
-    if name == "hosted":
-        _refuses(TAKES_SLOTS[name]())
-    else:
-        jax.eval_shape(_refuses, TAKES_SLOTS[name]())
+def test_a_mixture_asks_for_the_slots_of_rows():
+    mixture = jaxbuf.Mixture.create([plain(0), plain(100)], [1, 1])
+    for slots, match in NO_SLOTS.values():
+        with pytest.raises(ValueError, match=match):
+            mixture.part_of(slots)
+        with pytest.raises(ValueError, match=match):
+            mixture.part_slots(slots, 0)
 
 
 ROWS = {"x": np.ones(4, np.float32)}
