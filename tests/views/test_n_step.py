@@ -21,26 +21,56 @@ def window(reward, terminated, truncated=None):
     return fields if truncated is None else {**fields, "truncated": jnp.asarray(truncated, bool)}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
-@pytest.mark.parametrize("cut", [True, False])
-def test_agrees_with_one_loop_per_start(n, cut):
+def with_a_product(reward, terminated, truncated, start, n, discount):
+    """As ``reference.n_step``, with a discount for each step."""
+    total, factor, t = 0.0, 1.0, start
+    for t in range(start, start + n):
+        total = total + factor * reward[t]
+        factor *= 0.0 if terminated[t] else discount[t]
+        if terminated[t] or truncated[t]:
+            break
+    return total, factor, t + 1
+
+
+@pytest.mark.parametrize("n", [1, 3, 7])
+@pytest.mark.parametrize("agents", [(), (2,)])
+def test_agrees_with_one_loop_per_start(n, agents):
     random = np.random.default_rng(n)
-    reward = random.normal(size=(20, 8)).astype(np.float32)
-    terminated = random.random((20, 8)) < 0.15
-    truncated = random.random((20, 8)) < 0.15 if cut else np.zeros((20, 8), bool)
-    actual = jax.jit(lambda w, g: jaxbuf.n_step(w, n, g))(
-        window(reward, terminated, truncated if cut else None), 0.9
-    )
-    chex.assert_shape(actual.reward, (20, 8 - n))
-    assert actual.bootstrap_index.dtype == jnp.int32
-    for row in range(20):
-        for start in range(8 - n):
-            total, left, index = reference.n_step(
-                reward[row], terminated[row], truncated[row], start, n, 0.9
+    reward = random.normal(size=(8, 7, *agents)).astype(np.float32)
+    terminated, truncated = random.random((2, 8, 7)) < 0.15
+    discounts = random.random((8, 7)).astype(np.float32)
+
+    @jax.jit
+    def view(steps, discounts):
+        uncut = {name: leaf for name, leaf in steps.items() if name != "truncated"}
+        return (
+            jaxbuf.n_step(steps, n, discounts),
+            jaxbuf.n_step(steps, n, 0.9),
+            jaxbuf.n_step(uncut, n, jnp.float32(0.9)),
+        )
+
+    never = np.zeros_like(truncated)
+    cases = ((discounts, truncated), (0.9, truncated), (0.9, never))
+    found = view(window(reward, terminated, truncated), discounts)
+    for actual, (discount, cut) in zip(found, cases, strict=True):
+        # As many steps ahead as there are leave one start.
+        starts = max(7 - n, 1)
+        chex.assert_shape(jax.tree.leaves(actual), (8, starts, *agents))
+        assert actual.bootstrap_index.dtype == jnp.int32
+        for row, start in np.ndindex(8, starts):
+            given = np.broadcast_to(discount, (8, 7))[row]
+            total, left, index = with_a_product(
+                reward[row], terminated[row], cut[row], start, n, given
             )
-            assert actual.reward[row, start] == pytest.approx(total, rel=1e-5, abs=1e-6)
-            assert actual.discount[row, start] == pytest.approx(left, rel=1e-5)
-            assert actual.bootstrap_index[row, start] == index
+            np.testing.assert_allclose(actual.reward[row, start], total, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(actual.discount[row, start], left, rtol=1e-5)
+            np.testing.assert_array_equal(actual.bootstrap_index[row, start], index)
+    # Flags may be of each agent.
+    flags = window(
+        reward, np.broadcast_to(terminated.reshape(8, 7, *(1,) * len(agents)), reward.shape)
+    )
+    plain = window(reward, terminated)
+    chex.assert_trees_all_equal(jaxbuf.n_step(flags, n, 0.9), jaxbuf.n_step(plain, n, 0.9))
 
 
 def test_only_truncation_bootstraps():
@@ -60,14 +90,6 @@ def test_only_truncation_bootstraps():
     np.testing.assert_array_equal(running.reward, [[3.0, 6.0]])
     np.testing.assert_array_equal(running.discount, [[0.125, 0.125]])
     np.testing.assert_array_equal(running.bootstrap_index, [[3, 4]])
-
-
-def test_done_flags_of_cpprb():
-    """Four steps ahead, an episode that ends at its fifth step."""
-    ends = [[False, False, False, False, True, False, False, False]]
-    result = jaxbuf.n_step(window(jnp.ones((1, 8)), ends), 4, 0.5)
-    np.testing.assert_array_equal(result.discount == 0, [[False, True, True, True]])
-    np.testing.assert_array_equal(result.reward, [[1.875, 1.875, 1.75, 1.5]])
 
 
 def test_rewards_past_the_end_do_not_matter():
@@ -110,19 +132,6 @@ def test_windows_of_a_trajectory_buffer():
         assert result.bootstrap_index[row, 0] == last + 1 - start
 
 
-def test_another_discount_does_not_retrace():
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def view(fields, discount):
-        return jaxbuf.n_step(fields, 2, discount)
-
-    fields = window(jnp.ones((1, 4)), jnp.zeros((1, 4)))
-    for discount in (0.9, 0.99):
-        assert view(fields, discount).discount[0, 0] == pytest.approx(discount**2)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_rewards_of_16_bits_are_summed_in_32(dtype):
     """A discount of 0.99 is one of 0.988 in bfloat16, where a sum of 300 ones is 256."""
@@ -160,31 +169,3 @@ def test_bad_input(fields, options, message):
     fields = {**window(jnp.ones((2, 4)), jnp.zeros((2, 4))), **fields}
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxbuf.n_step(fields, **{"n": 2, "discount": 0.9, **options})
-
-
-@pytest.mark.parametrize("n", [1, 3, 6])
-@pytest.mark.parametrize("agents", [(), (2,)])
-def test_a_discount_for_each_step(n, agents):
-    """As in the recurrence of ``reference.n_step``, with a product instead of a power."""
-    random = np.random.default_rng(n)
-    reward = random.normal(size=(4, 6, *agents)).astype(np.float32)
-    discount = random.random((4, 6)).astype(np.float32)
-    terminated, truncated = random.random((2, 4, 6)) < 0.2
-    actual = jaxbuf.n_step(window(reward, terminated, truncated), n, discount)
-    starts = max(6 - n, 1)
-    chex.assert_shape(jax.tree.leaves(actual), (4, starts, *agents))
-    for row, start in np.ndindex(4, starts):
-        total, factor, t = np.zeros(agents), 1.0, start
-        for t in range(start, start + n):
-            total = total + factor * reward[row, t]
-            factor *= 0.0 if terminated[row, t] else discount[row, t]
-            if terminated[row, t] or truncated[row, t]:
-                break
-        np.testing.assert_allclose(actual.reward[row, start], total, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(actual.discount[row, start], factor, rtol=1e-5)
-        np.testing.assert_array_equal(actual.bootstrap_index[row, start], t + 1)
-    flags = window(
-        reward, np.broadcast_to(terminated.reshape(4, 6, *(1,) * len(agents)), reward.shape)
-    )
-    plain = window(reward, terminated)
-    chex.assert_trees_all_equal(jaxbuf.n_step(flags, n, 0.9), jaxbuf.n_step(plain, n, 0.9))
