@@ -38,39 +38,25 @@ class Table:
         return allowed
 
 
-def test_reverb_blocks_samples_until_enough_was_inserted():
-    table = Table(1.0, 2, -1.0, 1.0)
-    assert not table.sample()
-    assert table.can_insert()
-    table.insert()
-    assert not table.sample()
-    assert table.can_insert()
-    table.insert()
-    assert table.sample()
+# Ratio, least size and range; inserts and samples in turn, with a "!" those that are refused.
+REVERB = {
+    "samples until enough was inserted": ((1.0, 2, -1.0, 1.0), "!s i !s i s"),
+    "nothing within the range": ((1.5, 1, -3.0, 3.1), "i i s s s s s s !s"),
+    # The insert that is refused would lead to an error of 3.5.
+    "what leaves the range": ((1.5, 2, -1.0, 3.0), "!s i !s i s !i s i"),
+}
 
 
-def test_reverb_does_not_block_within_the_range():
-    table = Table(1.5, 1, -3.0, 3.1)
-    for _ in range(2):
-        assert table.can_insert()
-        table.insert()
-    assert all(table.sample() for _ in range(6))
-    assert not table.sample()
-
-
-def test_reverb_blocks_what_leaves_the_range():
-    """Ratio 1.5, range −1 to 3."""
-    table = Table(1.5, 2, -1.0, 3.0)
-    assert not table.sample()
-    table.insert()
-    assert not table.sample()
-    assert table.can_insert()
-    table.insert()
-    assert table.sample()
-    # It would lead to an error of 3.5.
-    assert not table.can_insert()
-    assert table.sample()
-    assert table.can_insert()
+@pytest.mark.parametrize("case", REVERB)
+def test_reverb_blocks(case):
+    arguments, script = REVERB[case]
+    table = Table(*arguments)
+    for word in script.split():
+        name = {"i": "insert", "s": "sample"}[word[-1]]
+        allowed = "!" not in word
+        assert getattr(table, f"can_{name}")() == allowed
+        if allowed:
+            getattr(table, name)()
 
 
 def test_reverb_counts_several_at_once():
@@ -234,20 +220,13 @@ def test_throughput_in_scan_and_vmap():
         return limiter, limiter.metrics()
 
     counts = jnp.array([10, 3, 25, 7, 1, 30], jnp.int32)
-    expected = start
+    expected, one = start, jax.jit(step)
     for count in counts:
-        expected, metrics = jax.jit(step)(expected, count)
-    for limiter, seen in (
-        jax.jit(lambda counts: jax.lax.scan(step, start, counts))(counts),
-        jax.tree.map(
-            lambda leaf: leaf[1],
-            jax.jit(jax.vmap(lambda counts: jax.lax.scan(step, start, counts)))(
-                jnp.stack([counts] * 2)
-            ),
-        ),
-    ):
-        np.testing.assert_allclose(limiter.counts, expected.counts, rtol=1e-6)
-        np.testing.assert_allclose(seen["samples"][-1], metrics["samples"], rtol=1e-6)
+        expected, metrics = one(expected, count)
+    scan = jax.jit(jax.vmap(lambda counts: jax.lax.scan(step, start, counts)))
+    limiter, seen = scan(jnp.stack([counts] * 2))
+    np.testing.assert_allclose(limiter.counts[1], expected.counts, rtol=1e-6)
+    np.testing.assert_allclose(seen["samples"][1, -1], metrics["samples"], rtol=1e-6)
 
 
 def rate(*arguments):
