@@ -88,20 +88,6 @@ def test_numbers_by_hand():
     np.testing.assert_allclose(off.advantage, [[5.0, 4.0, 2.0]], rtol=1e-6)
 
 
-def test_lambda_of_0_looks_one_step_ahead_and_1_sums_all_rewards():
-    steps, value, *_ = random_steps(0, (4, 6))
-    one = jaxbuf.n_step(steps, 1, 0.9)
-    following = one.discount * jnp.asarray(value)[:, 1:]
-    target = jaxbuf.gae(steps, value, 0.9, 0.0).target
-    np.testing.assert_allclose(target, one.reward + following, rtol=1e-5, atol=1e-6)
-    longest = jaxbuf.n_step(steps, 5, 0.9)
-    last = jnp.asarray(value)[jnp.arange(4), longest.bootstrap_index[:, 0]]
-    target = jaxbuf.gae(steps, value, 0.9, 1.0).target[:, 0]
-    np.testing.assert_allclose(
-        target, longest.reward[:, 0] + longest.discount[:, 0] * last, rtol=1e-5, atol=1e-6
-    )
-
-
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
 def test_nothing_after_an_end_matters(end):
     flags = {end: jnp.array([[False, True, False, False]])}
@@ -189,19 +175,6 @@ def test_what_follows_an_end_has_no_gradient_and_spoils_none():
     by_reward, by_value = jax.grad(first, argnums=(0, 1))(reward, value)
     np.testing.assert_array_equal(by_reward, [[3.0, 1.5, 0.0]])
     np.testing.assert_array_equal(by_value, [[0.0, 0.0, 0.0]])
-
-
-def test_seeds_at_once():
-    steps, value, _, log_ratio = random_steps(2, (6, 4))
-    seeds = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(3, 2, 4), (steps, value, log_ratio))
-    one = jax.jit(jax.vmap(lambda s, v, _: jaxbuf.gae(s, v, 0.9, 0.9)))(*seeds)
-    other = jax.jit(jax.vmap(lambda s, v, r: jaxbuf.vtrace(s, v, r, 0.9)))(*seeds)
-    for found, whole in (
-        (one, jaxbuf.gae(steps, value, 0.9, 0.9)),
-        (other, jaxbuf.vtrace(steps, value, log_ratio, 0.9)),
-    ):
-        for leaf, all_ in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_allclose(leaf.reshape(6, 3), all_, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float16])

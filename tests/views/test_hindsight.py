@@ -36,21 +36,15 @@ def transitions(t=T):
     }
 
 
+relabel = functools.partial(jaxbuf.hindsight, reward_fn=reward_fn, fraction=1.0)
+
+
 @functools.partial(jax.jit, static_argnames="strategy")
 def many(keys, fraction, strategy):
     """The same batch under each of many keys."""
-    return jax.vmap(
-        lambda key: jaxbuf.hindsight(
-            key,
-            transitions(),
-            jnp.asarray(ACHIEVED),
-            jnp.asarray(T),
-            jnp.asarray(LENGTH),
-            strategy=strategy,
-            fraction=fraction,
-            reward_fn=reward_fn,
-        )
-    )(keys)
+    given = transitions(), *map(jnp.asarray, (ACHIEVED, T, LENGTH))
+    options = {"strategy": strategy, "fraction": fraction}
+    return jax.vmap(lambda key: relabel(key, *given, **options))(keys)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -108,57 +102,15 @@ def test_no_fraction_is_everything_or_nothing():
     assert many(keys, 1.0, "future")[1][:, LENGTH > 0].all()
 
 
-def test_the_last_step_has_the_goal_it_reached_itself():
-    t = LENGTH - 1
-    for strategy in ("final", "future"):
-        batch, relabeled = jaxbuf.hindsight(
-            jax.random.key(0),
-            transitions(t),
-            jnp.asarray(ACHIEVED),
-            jnp.asarray(t),
-            jnp.asarray(LENGTH),
-            strategy=strategy,
-            fraction=1.0,
-            reward_fn=reward_fn,
-        )
-        mask = np.asarray(relabeled)
-        np.testing.assert_array_equal(mask, LENGTH > 0)
-        np.testing.assert_array_equal(batch["goal"][mask], batch["achieved_goal"][mask])
-        assert (batch["reward"][mask] == 0).all()
-
-
 def test_steps_that_an_episode_does_not_have_are_not_relabeled():
     t = jnp.array([7, 4, -1, 0, 4], jnp.int32)
+    length = jnp.asarray(LENGTH + 100 * (np.arange(ROWS) == 0)).astype(jnp.int32)
     for strategy in STRATEGIES:
-        batch, relabeled = jaxbuf.hindsight(
-            jax.random.key(0),
-            transitions(),
-            jnp.asarray(ACHIEVED),
-            t,
-            jnp.asarray(LENGTH + 100 * (np.arange(ROWS) == 0)).astype(jnp.int32),
-            strategy=strategy,
-            fraction=1.0,
-            reward_fn=reward_fn,
+        batch, relabeled = relabel(
+            jax.random.key(0), transitions(), jnp.asarray(ACHIEVED), t, length, strategy=strategy
         )
         assert relabeled.tolist() == [False, False, False, False, True]
         assert batch["goal"][:4].tolist() == [-7] * 4
-
-
-def test_eager_jit_vmap_and_scan_agree():
-    def view(key):
-        return jaxbuf.hindsight(
-            key, transitions(), jnp.asarray(ACHIEVED), jnp.asarray(T), reward_fn=reward_fn
-        )
-
-    keys = jax.random.split(jax.random.key(5), 3)
-    mapped = jax.jit(jax.vmap(view))(keys)
-    scanned = jax.lax.scan(lambda carry, key: (carry, view(key)), None, keys)[1]
-    chex.assert_trees_all_equal(mapped, scanned)
-    jitted = jax.jit(view)
-    for i, key in enumerate(keys):
-        one = jax.tree.map(lambda leaf, i=i: leaf[i], mapped)
-        chex.assert_trees_all_equal(view(key), one)
-        chex.assert_trees_all_equal(jitted(key), one)
 
 
 class Obs(NamedTuple):
@@ -180,17 +132,9 @@ def test_goals_by_path_and_of_any_structure():
     now = jax.tree.map(lambda leaf: leaf[jnp.arange(3), t], achieved)
     asked = jax.tree.map(lambda leaf: leaf[:, 0], goals(1))
     batch = {"obs": Obs(now, asked), "next": {"wanted": asked}, "gain": jnp.zeros(3)}
-    result, relabeled = jaxbuf.hindsight(
-        jax.random.key(0),
-        batch,
-        achieved,
-        t,
-        strategy="final",
-        fraction=1.0,
-        achieved="obs.reached",
-        goal=("obs.wanted", "next.wanted"),
-        reward="gain",
-        reward_fn=both,
+    fields = {"achieved": "obs.reached", "goal": ("obs.wanted", "next.wanted"), "reward": "gain"}
+    result, relabeled = relabel(
+        jax.random.key(0), batch, achieved, t, strategy="final", reward_fn=both, **fields
     )
     assert relabeled.all()
     last = jax.tree.map(lambda leaf: leaf[:, 3], achieved)
@@ -200,7 +144,7 @@ def test_goals_by_path_and_of_any_structure():
     assert batch["obs"].wanted is asked
 
 
-def ring_of_episodes():
+def ring_of_episodes(steps=20, **options):
     """Rings whose steps achieve the number of the step; episodes last 5 steps."""
     example = {
         "achieved_goal": jnp.int32(0),
@@ -208,22 +152,20 @@ def ring_of_episodes():
         "reward": jnp.float32(0),
         "terminated": jnp.bool_(False),
     }
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        example, 2, 20, sequence_length=3, sampler=jaxbuf.Prioritized()
-    )
-    step = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32), (2, 20))
+    buffer = jaxbuf.TrajectoryBuffer.create(example, 2, 20, **options)
+    step = jnp.broadcast_to(jnp.arange(steps, dtype=jnp.int32), (2, steps))
     return buffer.add(
         {
             "achieved_goal": step,
-            "goal": jnp.full((2, 20), -7, jnp.int32),
-            "reward": jnp.full((2, 20), -1, jnp.float32),
+            "goal": jnp.full((2, steps), -7, jnp.int32),
+            "reward": jnp.full((2, steps), -1, jnp.float32),
             "terminated": step % 5 == 4,
         }
     )
 
 
 def test_a_window_has_one_goal_and_goals_can_be_looked_up_elsewhere():
-    buffer = ring_of_episodes()
+    buffer = ring_of_episodes(sequence_length=3)
     sample = buffer.sample(jax.random.key(0), 64)
     first = sample.data["achieved_goal"][:, 0]
     begin = first - first % 5
@@ -249,40 +191,25 @@ def test_a_window_has_one_goal_and_goals_can_be_looked_up_elsewhere():
 @pytest.mark.parametrize("strategy", ["future", "episode"])
 def test_goals_of_a_ring_that_has_wrapped(strategy):
     """Episodes of 5 steps whose oldest has lost its beginning, and whose newest goes on."""
-    example = {
-        "achieved_goal": jnp.int32(0),
-        "goal": jnp.int32(0),
-        "reward": jnp.float32(0),
-        "terminated": jnp.bool_(False),
-    }
-    buffer = jaxbuf.TrajectoryBuffer.create(example, 2, 20, episodes=jaxbuf.Episodes())
-    step = jnp.broadcast_to(jnp.arange(28, dtype=jnp.int32), (2, 28))
-    steps = {"achieved_goal": step, "goal": -step, "reward": step.astype(jnp.float32)}
-    buffer = buffer.add({**steps, "terminated": step % 5 == 4})
+    buffer = ring_of_episodes(28, episodes=jaxbuf.Episodes())
 
     @jax.jit
-    def relabel(key):
+    def run(key):
         sample = buffer.sample(key, 2048)
         env, position = buffer.locate(sample.slots)
         # As far back as the episode goes, or the ring.
         episode = buffer.episode(sample.slots)
         begin = episode.held_begin
         t = (position - begin).astype(jnp.int32)
-        batch, relabeled = jaxbuf.hindsight(
-            key,
-            jax.tree.map(lambda leaf: leaf[:, 0], sample.data),
-            lambda row, step: buffer.get_field(
-                "achieved_goal", env[row], begin[row] + step.astype(jnp.uint32)
-            ),
-            t,
-            t + episode.to_end + 1,
-            strategy=strategy,
-            fraction=1.0,
-            reward_fn=reward_fn,
-        )
-        return batch, relabeled
 
-    batch, relabeled = relabel(jax.random.key(0))
+        def goals(row, step):
+            at = begin[row] + step.astype(jnp.uint32)
+            return buffer.get_field("achieved_goal", env[row], at)
+
+        rows = jax.tree.map(lambda leaf: leaf[:, 0], sample.data)
+        return relabel(key, rows, goals, t, t + episode.to_end + 1, strategy=strategy)
+
+    batch, relabeled = run(jax.random.key(0))
     assert relabeled.all()
     found = {}
     for now, goal in zip(batch["achieved_goal"].tolist(), batch["goal"].tolist(), strict=True):
@@ -294,89 +221,17 @@ def test_goals_of_a_ring_that_has_wrapped(strategy):
 
 
 def test_a_window_can_be_all_that_is_known_of_its_episode():
-    sample = ring_of_episodes().sample(jax.random.key(0), 64)
+    sample = ring_of_episodes(sequence_length=3).sample(jax.random.key(0), 64)
     ends = sample.data["terminated"]
     length = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1) + 1, 3)
-    batch, relabeled = jaxbuf.hindsight(
-        jax.random.key(1),
-        sample.data,
-        sample.data["achieved_goal"],
-        jnp.zeros(64, jnp.int32),
-        length,
-        fraction=1.0,
-        reward_fn=reward_fn,
-    )
+    goals, t = sample.data["achieved_goal"], jnp.zeros(64, jnp.int32)
+    batch, relabeled = relabel(jax.random.key(1), sample.data, goals, t, length)
     assert relabeled.all()
     first = sample.data["achieved_goal"][:, 0]
     ahead = np.asarray(batch["goal"][:, 0] - first)
     assert (ahead >= 0).all()
     assert (ahead < np.asarray(length)).all()
     assert set(ahead.tolist()) == {0, 1, 2}
-
-
-def test_priorities_go_on_as_before():
-    """Whole episodes as prioritized items, one transition of each relabeled."""
-    example = {
-        "steps": jax.tree.map(lambda leaf: jnp.zeros((STEPS,), leaf.dtype), transitions()),
-        "length": jnp.int32(0),
-    }
-    buffer = jaxbuf.ItemBuffer.create(example, 8, sampler=jaxbuf.Prioritized(alpha=1.0))
-    steps = {
-        "achieved_goal": jnp.asarray(ACHIEVED),
-        "goal": jnp.full((ROWS, STEPS), -7, jnp.int32),
-        "reward": jnp.full((ROWS, STEPS), -1, jnp.float32),
-        "action": jnp.zeros((ROWS, STEPS), jnp.int8),
-    }
-    buffer = buffer.add(
-        {"steps": steps, "length": jnp.asarray(LENGTH)},
-        priority=jnp.array([1.0, 2.0, 3.0, 0.0, 4.0]),
-    )
-
-    @jax.jit
-    def learn(buffer, key):
-        sample_key, step_key, goal_key = jax.random.split(key, 3)
-        sample = buffer.sample(sample_key, 16)
-        episodes = sample.data
-        t = jax.random.randint(step_key, (16,), 0, episodes["length"])
-        batch = jax.tree.map(lambda leaf: leaf[jnp.arange(16), t], episodes["steps"])
-        batch, _ = jaxbuf.hindsight(
-            goal_key,
-            batch,
-            episodes["steps"]["achieved_goal"],
-            t,
-            episodes["length"],
-            reward_fn=reward_fn,
-        )
-        weights = jaxbuf.importance_weights(buffer, sample, 0.4)
-        return buffer.update_priority(sample.slots, 1 - batch["reward"]), sample, batch, weights
-
-    learned, sample, batch, weights = learn(buffer, jax.random.key(0))
-    plain = buffer.sample(jax.random.split(jax.random.key(0), 3)[0], 16)
-    chex.assert_trees_all_equal(sample, plain)
-    expected = jaxbuf.importance_weights(buffer, plain, 0.4)
-    np.testing.assert_allclose(weights, expected, rtol=1e-6)
-    drawn = dict(zip(sample.slots.index.tolist(), batch["reward"].tolist(), strict=True))
-    after = learned.sampler_state.leaves
-    assert all(float(after[slot]) == 1 - reward for slot, reward in drawn.items())
-
-
-def test_another_fraction_does_not_retrace():
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def view(fraction):
-        return jaxbuf.hindsight(
-            jax.random.key(0),
-            transitions(),
-            jnp.asarray(ACHIEVED),
-            jnp.asarray(T),
-            fraction=fraction,
-            reward_fn=reward_fn,
-        )[1]
-
-    assert view(1.0).all()
-    assert not view(0.0).any()
 
 
 WIDE = jnp.zeros((ROWS, STEPS, 2), jnp.int32)
@@ -388,14 +243,14 @@ def test_rewards_are_not_cast_to_another_kind(dtype, jitted):
     rewards = jnp.ones((2, 3), dtype)
     batch = {"goal": jnp.zeros((2, 3)), "achieved_goal": jnp.zeros((2, 3)), "reward": rewards}
 
-    def relabel(compute):
-        new, _ = jaxbuf.hindsight(
-            jax.random.key(0), batch, jnp.ones((2, 4)), jnp.array([0, 1]), fraction=1.0,
+    def rewarded(compute):
+        new, _ = relabel(
+            jax.random.key(0), batch, jnp.ones((2, 4)), jnp.array([0, 1]),
             reward_fn=lambda achieved, goal: compute(achieved == goal),
         )  # fmt: skip
         return new["reward"]
 
-    call = jax.jit(relabel, static_argnums=0) if jitted else relabel
+    call = jax.jit(rewarded, static_argnums=0) if jitted else rewarded
     for number in (-1, -0.5):
 
         def weak(reached, number=number):
