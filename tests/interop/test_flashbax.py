@@ -52,19 +52,8 @@ def readme(fbx):
     return able, difference.tolist(), pair_shapes(batch.experience), shapes(state.experience)
 
 
-def flat_in_batches(fbx):
-    """The notebook on flat buffers."""
-    buffer = fbx.make_flat_buffer(32, 8, 4, False, 6)
-    state, able = buffer.init(STEP), []
-    for _ in range(2):
-        state = buffer.add(state, stacked(6))
-        able.append(bool(buffer.can_sample(state)))
-    batch = buffer.sample(state, KEY)
-    return able, pair_shapes(batch.experience), shapes(state.experience)
-
-
 def flat_on_devices(fbx):
-    """The same on several devices, as many as there are, and their states looked at together."""
+    """The notebook on flat buffers, on as many devices as there are."""
     count = jax.local_device_count()
     buffer = fbx.make_flat_buffer(32, 8, 4, False, 8)
     state = jax.pmap(buffer.init)(stacked(count))
@@ -73,24 +62,6 @@ def flat_on_devices(fbx):
     batch = jax.pmap(buffer.sample)(state, jax.random.split(KEY, count))
     able = buffer.can_sample(state)
     return able.tolist(), pair_shapes(batch.experience), shapes(state.experience)
-
-
-def trajectories(fbx):
-    """The notebook on trajectory buffers."""
-    buffer = fbx.make_trajectory_buffer(
-        max_length_time_axis=32,
-        min_length_time_axis=16,
-        sample_batch_size=4,
-        add_batch_size=6,
-        sample_sequence_length=8,
-        period=1,
-    )
-    state, able = buffer.init(STEP), []
-    for _ in range(2):
-        state = buffer.add(state, stacked(6, 10))
-        able.append(bool(buffer.can_sample(state)))
-    batch = buffer.sample(state, KEY)
-    return able, shapes(batch.experience), shapes(state.experience)
 
 
 def prioritised(fbx):
@@ -149,22 +120,6 @@ def on_policy(fbx):
         buffer.init(STEP)
     )
     return able.tolist(), jax.tree.map(lambda leaf: leaf.tolist(), seen), int(state.read_index)
-
-
-def in_a_python_loop(fbx):
-    """The Gymnasium example: jitted functions replaced, the state donated."""
-    buffer = fbx.make_flat_buffer(max_length=50, min_length=5, sample_batch_size=3)
-    buffer = buffer.replace(
-        init=jax.jit(buffer.init),
-        add=jax.jit(buffer.add, donate_argnums=0),
-        sample=jax.jit(buffer.sample),
-        can_sample=jax.jit(buffer.can_sample),
-    )
-    state, able = buffer.init(STEP), []
-    for _ in range(8):
-        state = buffer.add(state, STEP)
-        able.append(bool(buffer.can_sample(state)))
-    return able, pair_shapes(buffer.sample(state, KEY).experience)
 
 
 def over_environments(fbx):
@@ -271,13 +226,10 @@ PROGRAMS = [
     offline,
     changed_by_hand,
     readme,
-    flat_in_batches,
     flat_on_devices,
-    trajectories,
     prioritised,
     mixed,
     on_policy,
-    in_a_python_loop,
     over_environments,
     independent_items,
 ]
