@@ -40,7 +40,13 @@ def assert_close(have, want):
     chex.assert_trees_all_close(have, want, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", CREATE)
+QUICK = ("prioritized", "softmax_lowest", "fresh", "episodes", "mixture")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.all) for name in CREATE],
+)
 def test_it_is_loaded_and_goes_on(name, tmp_path):
     buffer = load(name, tmp_path, LIKE[name]())
     testing.assert_valid(buffer)
@@ -49,12 +55,14 @@ def test_it_is_loaded_and_goes_on(name, tmp_path):
     assert_close(old_buffers.seen(name, old_buffers.more(name, buffer)), before["more"])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["prioritized", "sharded", "softmax_lowest"])
 def test_it_is_loaded_for_an_accelerator(name, tmp_path):
     with using_width(WIDE):
         test_it_is_loaded_and_goes_on(name, tmp_path)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["unlike", "unlike_floats", "unlike_norm_0", "seeds"])
 def test_what_is_unlike_is_compared_as_now(name, tmp_path):
     """After the load each item is compared with what was saved, as if it had been added now."""

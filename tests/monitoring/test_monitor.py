@@ -215,8 +215,9 @@ def log_writer(path, sender):
         sender.send(k)
 
 
-def test_a_killed_process_leaves_whole_rows(tmp_path):
-    assert kill_repeatedly(log_writer, tmp_path / "log.csv", longest=0.02, kills=10) > 0
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.all)])
+def test_a_killed_process_leaves_whole_rows(tmp_path, kills):
+    assert kill_repeatedly(log_writer, tmp_path / "log.csv", 0.02, kills) > 0
 
 
 def test_terminal():
@@ -306,26 +307,6 @@ def test_a_run_of_the_user_is_not_finished(how, monkeypatch):
     with jaxbuf.Monitor([writer]) as monitor:
         monitor.write(1, {"loss": 0.5})
     assert mine.calls == [(1, {"loss": 0.5})]
-
-
-def test_weights_and_biases_offline(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-
-    def log(writer):
-        with jaxbuf.Monitor([writer]) as monitor:
-            monitor.write(0, {"loss": 0.5})
-
-    settings = {"project": "replay", "mode": "offline", "dir": str(tmp_path)}
-    log(jaxbuf.WandbWriter(**settings))
-    assert wandb.run is None
-    mine = wandb.init(**settings)
-    log(jaxbuf.WandbWriter(**settings))
-    log(jaxbuf.WandbWriter(run=mine))
-    log(jaxbuf.WandbWriter(**settings, reinit="create_new"))
-    mine.log({"mine": 1.0})
-    mine.finish()
-    assert len(list(tmp_path.rglob("*.wandb"))) == 3
 
 
 @pytest.mark.parametrize(

@@ -119,20 +119,6 @@ def test_as_lists_would_have_it():
     assert 0 < refused < 20
 
 
-def test_scanned_and_mapped_as_one_by_one():
-    seeds = [jax.tree.map(lambda x: x, inputs(12, seed)) for seed in (1, 2)]
-    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seeds)
-    scan = jax.jit(jax.vmap(lambda given: jax.lax.scan(step, start(), given)))
-    (_, statistics), (_, _, metrics) = scan(together)
-    for seed, given in enumerate(seeds):
-        carry = start()
-        for i in range(12):
-            carry, (_, _, expected) = jax.jit(step)(carry, jax.tree.map(lambda x, i=i: x[i], given))
-            for name, value in expected.items():
-                np.testing.assert_allclose(metrics[name][seed, i], value, rtol=1e-6)
-        np.testing.assert_allclose(statistics.records[seed], carry[1].records, rtol=1e-6)
-
-
 def test_trajectories_and_counters_that_wrap():
     buffer = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), num_envs=2, length=4)
     buffer = buffer.replace(counters=jnp.array([2**32 - 3, 0], jnp.uint32))
