@@ -31,12 +31,16 @@ def threads():
         yield pool
 
 
+def item_buffer(capacity, **options):
+    return jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, **options)
+
+
 def queue(capacity):
     return Holder(jaxbuf.Queue.create(jnp.int32(0), capacity))
 
 
 def items(capacity):
-    return Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, sampler=jaxbuf.Uniform(False)))
+    return Holder(item_buffer(capacity, sampler=jaxbuf.Uniform(False)))
 
 
 def integers(*values):
@@ -102,7 +106,7 @@ def test_adding_to_a_full_queue_waits_for_room(threads):
 def test_a_holder_obeys_its_limiter(threads):
     """Reverb: ratio 1.5, range −1 to 3; the third insert waits for a second sample."""
     limiter = jaxbuf.RateLimiter.create(1.5, 2, (-1.0, 3.0))
-    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter=limiter)
+    holder = Holder(item_buffer(8), limiter=limiter)
     key = jax.random.key(0)
     with pytest.raises(ValueError, match="items has dtype float32"):
         holder.add(jnp.zeros(1), timeout=0)
@@ -147,7 +151,7 @@ def test_a_queue_and_rings_with_a_limiter():
 def test_time_makes_room_for_a_throughput_limiter():
     limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, math.inf), window=0.05)
     limiter = limiter.inserted(10).sampled(2)
-    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter=limiter)
+    holder = Holder(item_buffer(8), limiter=limiter)
     # Nobody samples: the counts decay until the samples are forgotten.
     holder.add(integers(1), timeout=LIMIT)
     assert holder.read(lambda buffer: int(buffer.size)) == 1
@@ -321,7 +325,7 @@ def rings(length=4, sequence_length=2, **options):
 
 def recent(ratio):
     sampler = jaxbuf.Recent(ratio=ratio, steps=2)
-    return jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler).add(integers(1, 2, 3))
+    return item_buffer(4, sampler=sampler).add(integers(1, 2, 3))
 
 
 def test_only_recent_items_may_be_too_few():
@@ -416,7 +420,7 @@ def test_adds_and_samples_never_wait_for_each_other(ratio, least, share):
     inserts, samples = (1, 3, 4), (2, 8)
     tolerance = share * (max(inserts) * ratio + max(samples))
     limiter = jaxbuf.RateLimiter.create(ratio, least, tolerance)
-    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 24), limiter=limiter)
+    holder = Holder(item_buffer(24), limiter=limiter)
     model = Model(ratio, *limiter.range, least, 24)
     random = np.random.default_rng(1)
     rows = {n: np.zeros(n, np.int32) for n in inserts}
@@ -438,57 +442,28 @@ def test_adds_and_samples_never_wait_for_each_other(ratio, least, share):
     assert metrics["error"] == metrics["inserts"] * ratio - metrics["samples"]
 
 
-def sharded_items(capacity):
+def sharded(make):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
-    return jaxbuf.Sharded.create(
-        lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), capacity), mesh, "data", shards=2
-    )
+    return jaxbuf.Sharded.create(make, mesh, "data", shards=2)
 
 
-def by_part(number):
-    # One part in turn, and the other one only rarely.
-    return {"part": int(number % 7 == 0)}
-
-
-# Of each: a buffer, the rows that are added, the batch size, and options.
+USED_UP = {"freshness": jaxbuf.Freshness(max_use=1), "sampler": jaxbuf.Uniform(False)}
+# Of each: a buffer, the rows that are added, the batch size, and options of a sample.
 SHORT = {
-    "items": (lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 64), 1, 32, {}, {}),
-    "windows": (lambda: rings(32, 4), (2, 1), 16, {}, {}),
-    "longer windows": (lambda: rings(32, 2), (2, 1), 16, {}, {"sequence_length": 6}),
-    "used up": (
-        lambda: jaxbuf.ItemBuffer.create(
-            jnp.int32(0), 64, freshness=jaxbuf.Freshness(max_use=1), sampler=jaxbuf.Uniform(False)
-        ),
-        1,
-        16,
-        {},
-        {},
-    ),
-    "sharded": (lambda: sharded_items(32), 2, 32, {}, {}),
-    "hosted": (
-        lambda: jaxbuf.Hosted.create(lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 64)),
-        1,
-        32,
-        {},
-        {},
-    ),
+    "items": (lambda: item_buffer(64), 1, 32, {}),
+    "windows": (lambda: rings(32, 4), (2, 1), 16, {}),
+    "longer windows": (lambda: rings(32, 2), (2, 1), 16, {"sequence_length": 6}),
+    "used up": (lambda: item_buffer(64, **USED_UP), 1, 16, {}),
+    "sharded": (lambda: sharded(lambda: item_buffer(32)), 2, 32, {}),
+    "hosted": (lambda: jaxbuf.Hosted.create(lambda: item_buffer(64)), 1, 32, {}),
     "mixture": (
-        lambda: jaxbuf.Mixture.create(
-            [jaxbuf.ItemBuffer.create(jnp.int32(0), 64) for _ in range(2)], [1, 1]
-        ),
+        lambda: jaxbuf.Mixture.create([item_buffer(64) for _ in range(2)], [1, 1]),
         1,
         16,
-        by_part,
         {},
     ),
-    "fewer than the batch": (
-        lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 64),
-        1,
-        32,
-        {},
-        {"least": 12},
-    ),
+    "fewer than the batch": (lambda: item_buffer(64), 1, 32, {"least": 12}),
 }
 LIMITERS = {
     "rate": lambda n, m: jaxbuf.RateLimiter.create(8.0, tolerance=8.0 * n + m),
@@ -500,13 +475,14 @@ LIMITERS = {
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.parametrize("limit", LIMITERS.values(), ids=LIMITERS)
 def test_every_buffer_goes_on_until_it_has_enough(name, limit):
-    create, shape, batch_size, options, sampling = SHORT[name]
+    create, shape, batch_size, sampling = SHORT[name]
     rows = np.zeros(shape, np.int32)
     holder = Holder(create(), limiter=limit(rows.size, batch_size))
     sampled = refused = 0
     for number in range(400):
-        chosen = options(number) if callable(options) else options
-        added = goes(holder.add, rows, **chosen)
+        # One part in turn, and the other one only rarely.
+        part = {"part": int(number % 7 == 0)} if name == "mixture" else {}
+        added = goes(holder.add, rows, **part)
         key = jax.random.key(number)
         drawn = goes(holder.sample, key, batch_size, **sampling)
         # A limiter with a clock may refuse a little later what it allowed.
@@ -521,7 +497,7 @@ def test_every_buffer_goes_on_until_it_has_enough(name, limit):
 @pytest.mark.parametrize("name", ["items", "windows"])
 @pytest.mark.parametrize("limit", LIMITERS.values(), ids=LIMITERS)
 def test_an_actor_that_is_held_back_goes_on_for_a_learner_that_comes(name, limit, threads):
-    create, shape, batch_size, _, _ = SHORT[name]
+    create, shape, batch_size, _ = SHORT[name]
     rows = np.zeros(shape, np.int32)
     holder = Holder(create(), limiter=limit(rows.size, batch_size))
 
@@ -540,15 +516,15 @@ def test_an_actor_that_is_held_back_goes_on_for_a_learner_that_comes(name, limit
 
 
 @pytest.mark.parametrize(
-    ("limiter", "capacity"),
+    "limiter",
     [
-        (jaxbuf.RateLimiter.create(1.0, 10), 8),
-        (jaxbuf.ThroughputLimiter.create(min_batches=3.0), 8),
-        (jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.0, 0.0)), 8),
+        jaxbuf.RateLimiter.create(1.0, 10),
+        jaxbuf.ThroughputLimiter.create(min_batches=3.0),
+        jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.0, 0.0)),
     ],
 )
-def test_a_limiter_that_wants_more_than_the_buffer_holds_is_not_waited_for(limiter, capacity):
-    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), capacity), limiter=limiter)
+def test_a_limiter_that_wants_more_than_the_buffer_holds_is_not_waited_for(limiter):
+    holder = Holder(item_buffer(8), limiter=limiter)
     message = (
         "batch_size asks for 4 rows at a time, but limiter never allows that in a buffer for 8"
     )
@@ -627,9 +603,7 @@ LATE = [
         "items asks for 2 rows at a time, but the buffer holds 2 of at most 3 rows",
     ),
     (
-        lambda: Holder(
-            jaxbuf.ItemBuffer.create(jnp.int32(0), 8), limiter=jaxbuf.RateLimiter.create(1, 1, 1)
-        ),
+        lambda: Holder(item_buffer(8), limiter=jaxbuf.RateLimiter.create(1, 1, 1)),
         lambda holder: holder.add(integers(1, 2), timeout=0),
         "items asks for 2 rows at a time, which the limiter does not allow now; the limiter is at "
         "error 2, inserts 2, samples 0",
@@ -663,7 +637,7 @@ def test_any_timeout_can_be_waited_for(threads, timeout):
 
 def test_weights_are_of_the_state_that_was_sampled(threads):
     """Of a uniform draw each is 1, for the number of items at that time alone."""
-    holder = Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 4096))
+    holder = Holder(item_buffer(4096))
     holder.add(integers(0, 1, 2, 3))
 
     def act():
@@ -702,7 +676,7 @@ def test_weights_with_a_limiter_and_options(normalize):
 
 def limited(*arguments):
     limiter = jaxbuf.RateLimiter.create(*arguments)
-    return Holder(jaxbuf.ItemBuffer.create(jnp.int32(0), 512), limiter=limiter)
+    return Holder(item_buffer(512), limiter=limiter)
 
 
 BAD = [
@@ -760,9 +734,7 @@ def test_bad_input(call, message):
 
 
 def test_windows_that_shards_can_never_hold_are_not_waited_for():
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
-    holder = Holder(jaxbuf.Sharded.create(rings, mesh, "data", shards=2))
+    holder = Holder(sharded(rings))
     with pytest.raises(ValueError, match="but the room is for 12 windows"):
         holder.sample(jax.random.key(0), 14, timeout=0)
     with pytest.raises(ValueError, match="but the room is for 6 windows"):

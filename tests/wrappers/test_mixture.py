@@ -58,15 +58,6 @@ def test_a_batch_has_exact_shares_in_the_order_of_the_parts():
     assert (bool(mixture.can_sample(4)), bool(mixture.can_sample(8))) == (True, False)
 
 
-def test_updates_reach_every_row_of_every_part():
-    """Flashbax's mixture of prioritised buffers only updates the first rows."""
-    mixture = two_parts((1, 1))
-    sample = jaxbuf.sample(mixture, jax.random.key(0), 64)
-    assert set(sample.data.tolist()) == {0, 1, 2, 3, 4, 100, 101, 102}
-    mixture = jaxbuf.update_priority(mixture, sample.slots, sample.data.astype(jnp.float32) + 1.0)
-    assert masses(mixture) == [[1, 2, 3, 4, 5, 0], [101, 102, 103, 0]]
-
-
 def test_stale_refused_and_masked_rows_are_left_to_the_parts():
     mixture = two_parts((1, 1))
     sample = jaxbuf.sample(mixture, jax.random.key(0), 64)

@@ -51,16 +51,9 @@ def online():
     return rings(2000, 2, 10, sampler=jaxbuf.Prioritized(), freshness=freshness)
 
 
-def flat():
-    return jaxbuf.Mixture.create([offline(), items(), online()], [2, 1, 1])
-
-
 def nested():
     inner = jaxbuf.Mixture.create([items(), online()], [1, 1])
     return jaxbuf.Mixture.create([offline(), inner], [1, 1])
-
-
-both = pytest.mark.parametrize("create", [flat, nested])
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -77,9 +70,8 @@ def drawn(mixture, rows=32):
     return batch, np.where(x >= 5000, 1, np.where(x >= 2000, 2, 0))
 
 
-@both
-def test_slots_of_a_part(create):
-    mixture = create()
+def test_slots_of_a_part():
+    mixture = nested()
     batch, _ = drawn(mixture)
     for i, part in enumerate(mixture.parts):
         own = mixture.part_slots(batch.slots, i)
@@ -91,9 +83,8 @@ def test_slots_of_a_part(create):
             chex.assert_trees_all_equal(read[mine], batch.data["x"][mine, 0])
 
 
-@both
-def test_locate_and_get_field(create):
-    mixture = create()
+def test_locate_and_get_field():
+    mixture = nested()
     batch, source = drawn(mixture)
     env, position = jax.jit(lambda m, s: m.locate(s))(mixture, batch.slots)
     x = np.asarray(batch.data["x"])
@@ -128,9 +119,8 @@ def test_every_lookup_is_passed_on_with_its_options(name):
     assert own == passed
 
 
-@both
-def test_lookups_of_episodes(create):
-    mixture = create()
+def test_lookups_of_episodes():
+    mixture = nested()
     batch, source = drawn(mixture)
     env, position = mixture.locate(batch.slots)
     by_slots, by_steps = mixture.episode(batch.slots), mixture.episode(env, position)
@@ -155,7 +145,7 @@ def test_windows_of_another_length():
     mask = mixture.episode_mask(batch.slots, sequence_length=4)
     np.testing.assert_array_equal(mask, x // 3 == x[:, :1] // 3)
     with pytest.raises(ValueError, match="sequence_length was given, but an ItemBuffer has no use"):
-        jaxbuf.sample(flat(), jax.random.key(0), 8, sequence_length=4)
+        jaxbuf.sample(nested(), jax.random.key(0), 8, sequence_length=4)
 
 
 def test_returns():
@@ -226,7 +216,7 @@ def test_what_no_part_can_do(call, message):
 
 
 def test_lookups_need_slots_or_both_names_of_steps():
-    mixture = flat()
+    mixture = nested()
     batch, _ = drawn(mixture)
     with pytest.raises(ValueError, match="positions is None; give env_ids and positions"):
         mixture.episode(jnp.arange(2))
