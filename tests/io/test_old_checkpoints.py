@@ -104,6 +104,7 @@ def test_windows_that_end_with_their_episode_are_added(tmp_path):
     np.testing.assert_array_equal(mass[~new], before[~new])
 
 
+@pytest.mark.all
 def test_windows_that_are_too_stale_are_not_added(tmp_path):
     sampler = jaxbuf.Prioritized()
     buffer = load(
