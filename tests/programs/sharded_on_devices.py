@@ -258,7 +258,6 @@ def windows(num_envs, episodes=None):
     )
 
 
-@ALL
 def test_windows_get_the_largest_priority_of_all_shards():
     """Also if their own is refused, or if the end of an episode completes them."""
     steps = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (16, 4)), STEP)
@@ -281,7 +280,6 @@ def test_windows_get_the_largest_priority_of_all_shards():
         np.testing.assert_array_equal(roots, masses(many).max(axis=1))
 
 
-@ALL
 def test_freshness_is_that_of_each_shard_and_metrics_are_of_all():
     limits = jaxbuf.Freshness(max_use=5, max_staleness=4)
     buffer = create(4, sampler=PLAIN, freshness=limits)
@@ -568,7 +566,6 @@ def test_changes_inside_of_a_shard_map(changed):
     )
 
 
-@ALL
 def test_without_exchange_means_are_unbiased():
     buffer = filled(
         mesh_of(8), jaxbuf.Prioritized(alpha=1.0, stratified=False, uniform_mix=0.1), exchange=False

@@ -220,13 +220,14 @@ ENVS_GIVEN = [
 
 @pytest.mark.parametrize("kind", ["sharded", "mixture"])
 @pytest.mark.parametrize(("envs", "which"), ENVS_GIVEN)
-def test_episodes_end_and_are_dropped_wherever_environments_are(kind, envs, which):
+def test_episodes_end_and_environments_are_cleared_wherever_they_are(kind, envs, which):
     buffer = filled(kind)
     ended = jaxbuf.end_episodes(buffer, envs, donate=False)
     assert state(ended) == ([[env, 3] for env in which], [4] * ENVS)
-    dropped = jax.jit(lambda buffer: buffer.drop_newest_episode(envs))(buffer)
+    dropped, cleared = jax.jit(lambda b: (b.drop_newest_episode(envs), b.clear(envs)))(buffer)
     left = [4 if env not in which else 2 if env == 1 else 0 for env in range(ENVS)]
     assert state(dropped) == ([], left)
+    assert state(cleared)[1] == [0 if env in which else 4 for env in range(ENVS)]
 
 
 @pytest.mark.parametrize("method", ["end_episodes", "drop_newest_episode"])
