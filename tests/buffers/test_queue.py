@@ -27,27 +27,6 @@ def taken(queue, batch_size):
     return queue, np.asarray(sample.data)[np.asarray(sample.valid)].tolist()
 
 
-def test_a_full_queue_refuses_and_counts():
-    queue = jaxbuf.add(create(3), integers(1, 2, 3, 4, 5))
-    assert (queue.size, queue.metrics()["rejected"]) == (3, 2)
-    assert not queue.can_add()
-    queue = jaxbuf.add(queue, integers(6))
-    queue, items = taken(queue, 3)
-    assert items == [1, 2, 3]
-    assert queue.metrics()["rejected"] == 3
-
-
-def test_masked_rows_are_not_counted_as_refused():
-    queue = jaxbuf.add(create(3), integers(1, 2, 3), mask=jnp.array([True, False, True]))
-    assert (queue.size, queue.metrics()["rejected"]) == (2, 0)
-
-
-def test_it_says_how_many_rows_it_has_and_has_room_for():
-    queue = jaxbuf.add(create(5), integers(1, 2, 3))
-    assert [bool(queue.can_sample(rows)) for rows in (2, 3, 4)] == [True, True, False]
-    assert [bool(queue.can_add(rows)) for rows in (1, 2, 3)] == [True, True, False]
-
-
 def test_missing_rows_are_invalid():
     queue = jaxbuf.add(create(4), integers(7, 8))
     queue, sample = take(queue, 3)
@@ -81,14 +60,6 @@ def test_past_2_to_the_32_items():
         queue, items = taken(queue, 2)
         assert items == [2 * t, 2 * t + 1]
     assert (queue.metrics()["adds"], queue.metrics()["taken"]) == (6, 6)
-
-
-def test_clear_keeps_the_original():
-    queue = jaxbuf.add(create(3), integers(1, 2))
-    cleared = queue.clear()
-    assert (cleared.size, queue.size) == (0, 2)
-    assert taken(jaxbuf.add(cleared, integers(5)), 2)[1] == [5]
-    assert taken(queue, 3)[1] == [1, 2]
 
 
 BAD = [

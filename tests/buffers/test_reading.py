@@ -1,6 +1,5 @@
 """Reading steps, taking them out, and leaving the earliest ones alone."""
 
-import functools
 import re
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from tests.models import reading as reference
 
 STEP = {"obs": {"t": jax.ShapeDtypeStruct((), jnp.int32), "pair": (jnp.zeros(2), jnp.zeros(()))}}
 
@@ -72,98 +70,6 @@ def test_dequeue_takes_the_earliest_also_across_the_end_of_the_ring():
     assert rows(taken) == [[], []]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def observe(count, buffer):
-    slot = jnp.arange(count, dtype=jnp.int32)
-    slots = jaxbuf.Slots(index=slot, generation=buffer.occupancy.generation(slot))
-    state = buffer.sampler_state
-    return {
-        "live": buffer.occupancy.live(slot),
-        "at": buffer.locate(slots),
-        "mass": state.leaves if buffer.sampler.uses_priority else None,
-        "read": buffer.gather_all(),
-        "end": buffer.end_position,
-        "earliest": buffer.earliest_position,
-        "windows": buffer.occupancy.size,
-    }
-
-
-def assert_same(buffer, twin):
-    count = buffer.capacity // buffer.period
-    seen = jax.device_get(observe(count, buffer))
-    env, position = seen["at"]
-    live = seen["live"]
-    drawable = sorted(zip(env[live].tolist(), position[live].tolist(), strict=True))
-    assert drawable == sorted(twin.windows())
-    assert seen["windows"] == len(drawable)
-    if seen["mass"] is not None:
-        np.testing.assert_array_equal(seen["mass"] > 0, live)
-        assert buffer.sampler_state.nnz == len(drawable)
-    for e in range(buffer.num_envs):
-        expected, legal = twin.gathered(e), seen["read"].valid[e]
-        assert legal.tolist() == [i < len(expected) for i in range(buffer.length)]
-        t, at = seen["read"].data["obs"]["t"][e][legal], seen["read"].position[e][legal]
-        assert list(zip(at.tolist(), t.tolist(), strict=True)) == expected
-    assert seen["end"].tolist() == twin.end
-    held = [len(ring) for ring in twin.rings]
-    assert (seen["end"] - seen["earliest"]).tolist() == held
-
-
-def test_dequeue_with_a_mask_gives_no_step_that_is_not_there():
-    mask = jnp.array([[True, False, False], [True, True, True]])
-    buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4)
-    buffer = buffer.add(jnp.arange(6).reshape(2, 3), mask=mask)
-    buffer, steps = buffer.dequeue(2, mask=jnp.array([True, False]))
-    assert (steps.valid.tolist(), int(buffer.size)) == ([[True, False], [False, False]], 3)
-
-
-@pytest.mark.parametrize(
-    "configuration",
-    [(3, 7, 3, 1, 2, jaxbuf.Prioritized()), (2, 6, 2, 2, 1, jaxbuf.Prioritized(stratified=False))],
-    ids=["ignored", "period"],
-)
-def test_random_operations_agree_with_the_twin_after_every_step(configuration):
-    num_envs, length, sequence_length, period, ignored, sampler = configuration
-    buffer = create(
-        num_envs, length, sequence_length, sampler, period=period, num_earliest_ignored=ignored
-    )
-    twin = reference.Rings(num_envs, length, sequence_length, period, ignored)
-    add = jax.jit(lambda buffer, t, mask: buffer.add(steps(t), mask=mask))
-    dequeue = jax.jit(lambda buffer, mask: buffer.dequeue(2, mask=mask))
-    clear = jax.jit(lambda buffer, envs: buffer.clear(envs))
-    random = np.random.default_rng(3)
-    clock = 1
-    for _ in range(60):
-        t = clock + np.arange(num_envs * 4).reshape(num_envs, 4)
-        clock += t.size
-        mask = random.random(t.shape) < random.random()
-        twin.add(t.tolist(), mask)
-        buffer = add(buffer, t, mask)
-        assert_same(buffer, twin)
-        if random.random() < 0.4:
-            take = random.random(num_envs) < 0.6
-            buffer, taken = dequeue(buffer, take)
-            assert rows(taken) == twin.dequeue(2, take)
-            assert_same(buffer, twin)
-        if random.random() < 0.1:
-            ids = random.integers(-1, num_envs + 1, 2).astype(np.int32)
-            buffer = clear(buffer, ids)
-            twin.clear({int(i) for i in ids if 0 <= i < num_envs})
-            assert_same(buffer, twin)
-
-
-def test_a_stale_update_does_not_reach_ignored_or_dequeued_windows():
-    buffer = create(1, 6, 2, jaxbuf.Prioritized(alpha=1.0), num_earliest_ignored=2)
-    buffer = jaxbuf.add(buffer, every_env(1, *range(6)))
-    slots = jaxbuf.Slots(index=jnp.arange(5, dtype=jnp.int32), generation=jnp.ones(5, jnp.uint32))
-    update = jax.jit(lambda buffer: buffer.update_priority(slots, jnp.full(5, 4.0)))
-    assert update(buffer).sampler_state.leaves.tolist() == [0, 0, 4, 4, 4, 0]
-    later = update(buffer.add(every_env(1, 6)))
-    assert later.sampler_state.leaves.tolist() == [0, 0, 0, 4, 4, 1]
-    shorter = update(buffer.dequeue(1)[0])
-    assert shorter.sampler_state.leaves.tolist() == [0, 0, 0, 4, 4, 0]
-
-
 @pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()])
 def test_ignored_steps_are_never_drawn(sampler):
     """ALF's example: with two steps ignored, the third is the only one."""
@@ -219,22 +125,6 @@ def test_positions_past_2_to_the_32():
     assert buffer.get_field("obs.t", jnp.zeros_like(at, jnp.int32), at)[0].tolist() == [
         1, 2, 3, 4, 5, 6,
     ]  # fmt: skip
-
-
-def test_clear_of_some_environments():
-    buffer = jaxbuf.add(
-        create(3, 4, sampler=jaxbuf.Prioritized()), steps(np.arange(9).reshape(3, 3))
-    )
-    slots = buffer.sample(jax.random.key(0), 8).slots
-    clear = jax.jit(lambda buffer, envs: buffer.clear(envs))
-    cleared = clear(buffer, jnp.array([True, False, True]))
-    assert rows(cleared.gather_all()) == [[], [3, 4, 5], []]
-    last = clear(buffer, jnp.array([2, 2, -1]))
-    assert rows(last.gather_all()) == [[0, 1, 2], [3, 4, 5], []]
-    again = jaxbuf.add(cleared, steps(np.arange(9, 12)), mask=jnp.array([True, False, True]))
-    again = jaxbuf.update_priority(again, slots, jnp.full(8, 100.0))
-    mass = again.sampler_state.leaves.reshape(3, 4)
-    assert (mass > 10).any(axis=1).tolist() == [False, True, False]
 
 
 def test_reading_under_vmap_and_scan():

@@ -1,6 +1,5 @@
 """`TrajectoryBuffer`: which windows there are, what they are worth, what a handle means."""
 
-import copy
 import re
 
 import chex
@@ -11,7 +10,6 @@ import pytest
 from scipy import stats
 
 import jaxbuf
-from tests.models import trajectory as reference
 
 REVEAL = jaxbuf.Uniform(replacement=False)
 REVEAL_PRIORITIES = jaxbuf.Prioritized(alpha=1.0, replacement=False)
@@ -73,100 +71,6 @@ def slots_of(buffer, *first):
     )
 
 
-def assert_same(buffer, twin):
-    expected = {
-        twin.slot(window[0]): ([step.data for step in window], probability)
-        for window, probability in zip(twin.windows, twin.probabilities(), strict=True)
-        if probability > 0
-    }
-    actual = reveal(buffer)
-    assert {i: row[0] for i, row in actual.items()} == {i: row[0] for i, row in expected.items()}
-    for index, (_, probability) in expected.items():
-        assert actual[index][1] == pytest.approx(probability, rel=2e-6)
-    assert buffer.size == twin.size
-    count = len(twin.windows)
-    assert bool(buffer.can_sample(max(count, 1))) == (count > 0)
-    assert not buffer.can_sample(count + 1)
-    metrics = buffer.metrics()
-    assert (metrics["size"], metrics["windows"], metrics["adds"], metrics["rejected"]) == (
-        twin.size, count, twin.adds, twin.rejected,
-    )  # fmt: skip
-
-
-CONFIGURATIONS = {
-    "uniform": (2, 12, 4, 3, REVEAL),
-    "whole-ring": (2, 4, 4, 1, REVEAL_PRIORITIES),
-    "prioritized": (3, 7, 3, 1, REVEAL_PRIORITIES),
-    "prioritized-period": (2, 12, 4, 3, REVEAL_PRIORITIES),
-    "mixed": (
-        3, 6, 2, 1,
-        jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, uniform_mix=0.2, replacement=False),
-    ),
-}  # fmt: skip
-
-
-def twin_of(num_envs, length, sequence_length, period, sampler):
-    options = {}
-    if isinstance(sampler, jaxbuf.Prioritized):
-        options = {
-            name: getattr(sampler, name)
-            for name in ("alpha", "initial_priority", "epsilon", "uniform_mix")
-        }
-    return reference.TrajectoryBuffer(num_envs, length, sequence_length, period, **options)
-
-
-@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_windows_of_another_length_agree_with_a_twin_of_that_length(configuration):
-    num_envs, length, own, period, sampler = configuration
-    prioritized = isinstance(sampler, jaxbuf.Prioritized)
-    random = np.random.default_rng(11)
-    buffer, twin = create(*configuration), twin_of(*configuration)
-    sizes = sorted({1, own, min(own + 1, length), length})
-
-    @jax.jit
-    def draw(buffer, key):
-        """Returns a sample of each size, and whether the buffer knows its slots."""
-        samples = [
-            buffer.sample(key, num_envs * length // period, sequence_length=size) for size in sizes
-        ]
-        return [(sample, buffer.occupancy.holds(sample.slots)) for sample in samples]
-
-    for i in range(8):
-        t = np.arange(3 * num_envs).reshape(num_envs, 3) + 3 * num_envs * i
-        mask = random.random(t.shape) < 0.8
-        priority = random.choice([0.0, 0.5, 3.0], size=t.shape).astype(np.float32)
-        given = {"priority": priority} if prioritized else {}
-        buffer = jaxbuf.add(buffer, steps(t), mask=mask, **given)
-        twin.add(t.tolist(), given.get("priority"), mask)
-        default = max([twin.initial_priority, *(w[0].priority for w in twin.windows)])
-        drawn = jax.device_get(draw(buffer, jax.random.key(i)))
-        for size, (sample, held) in zip(sizes, drawn, strict=True):
-            assert sample.data["t"].shape[1] == size
-            other = twin_of(num_envs, length, size, period, sampler)
-            other.rings = [[copy.copy(step) for step in ring] for ring in twin.rings]
-            for window in other.windows:
-                known = twin.is_live(
-                    twin.rings[window[0].env][other.rings[window[0].env].index(window[0])]
-                )
-                window[0].priority = window[0].priority if known else default
-            expected = {
-                other.slot(window[0]): ([step.data for step in window], pytest.approx(p, rel=1e-5))
-                for window, p in zip(other.windows, other.probabilities(), strict=True)
-                if p > 0
-            }
-            rows = zip(
-                *(a.tolist() for a in (sample.slots.index, sample.data["t"], sample.probability)),
-                strict=True,
-            )
-            found = {
-                index: row for (index, *row), valid in zip(rows, sample.valid, strict=True) if valid
-            }
-            assert {i: tuple(row) for i, row in found.items()} == expected
-            windows_here = {twin.slot(window[0]) for window in twin.windows}
-            names = np.asarray(sample.slots.index)
-            np.testing.assert_array_equal(held, np.isin(names, list(windows_here)) & sample.valid)
-
-
 def test_windows_of_another_length_with_recent_ones_and_ignored_steps():
     sampler = jaxbuf.Recent(ratio=1.0, steps=2)
     buffer = jaxbuf.TrajectoryBuffer.create(
@@ -226,47 +130,12 @@ def test_env_ids_with_masks_and_under_jit():
     assert windows(second) == {4: [0], 5: [1], 8: [2], 9: [3]}
 
 
-def test_the_newest_steps_become_starts_as_later_ones_arrive():
-    buffer = create(1, 5, 3)
-    buffer = jaxbuf.add(buffer, steps([[0, 1]]))
-    assert (int(buffer.size), bool(buffer.can_sample())) == (2, False)
-    assert windows(jaxbuf.add(buffer, steps([2]), donate=False)) == {0: [0, 1, 2]}
-    buffer = jaxbuf.add(buffer, steps([[2, 3]]))
-    assert windows(buffer) == {0: [0, 1, 2], 1: [1, 2, 3]}
-    buffer = jaxbuf.add(buffer, steps([[4, 5, 6]]))
-    assert windows(buffer) == {2: [2, 3, 4], 3: [3, 4, 5], 4: [4, 5, 6]}
-
-
-def test_every_ring_has_its_own_write_position():
-    buffer = create(3, 4, 2)
-    mask = jnp.array([[True, False, True], [False, False, False], [True, True, True]])
-    buffer = jaxbuf.add(buffer, steps([[0, 1, 2], [3, 4, 5], [6, 7, 8]]), mask=mask)
-    assert windows(buffer) == {0: [0, 2], 8: [6, 7], 9: [7, 8]}
-    buffer = jaxbuf.add(buffer, steps([9, 10, 11]), mask=jnp.array([False, True, True]))
-    assert windows(buffer) == {0: [0, 2], 8: [6, 7], 9: [7, 8], 10: [8, 11]}
-    assert buffer.size == 2 + 1 + 4
-
-
 def test_a_mask_of_environments_takes_whole_rows():
     rows = steps([[0, 1], [2, 3]])
     mask = jnp.array([False, True])
     whole = jaxbuf.add(create(2, 4), rows, mask=mask)
     single = jaxbuf.add(create(2, 4), rows, mask=jnp.stack([mask, mask], axis=1))
     assert windows(whole) == windows(single) == {4: [2], 5: [3]}
-
-
-def test_starts_are_multiples_of_the_period_in_the_rings_own_places():
-    buffer = create(2, 6, 3, 2)
-    buffer = jaxbuf.add(buffer, steps(jnp.arange(20).reshape(2, 10)))
-    # The ring of the first holds 6 7 8 9 4 5, and the oldest step is 4.
-    assert windows(buffer) == {0: [6, 7, 8], 2: [4, 5, 6], 3: [16, 17, 18], 5: [14, 15, 16]}
-
-
-def test_of_more_steps_than_a_ring_holds_the_last_stay():
-    buffer = create(1, 4, 2)
-    buffer = jaxbuf.add(buffer, steps([list(range(11))]))
-    assert (int(buffer.size), int(buffer.metrics()["adds"])) == (4, 11)
-    assert windows(buffer) == {0: [8, 9], 1: [9, 10], 3: [7, 8]}
 
 
 def test_a_priority_is_that_of_the_window_that_ends_at_its_row():
@@ -279,27 +148,6 @@ def test_a_priority_is_that_of_the_window_that_ends_at_its_row():
     assert priorities(buffer) == pytest.approx({0: 0.1, 1: 0.2, 2: 0.5, 3: 0.2})
 
 
-def test_a_bad_priority_becomes_the_default_and_the_step_stays():
-    buffer = create(1, 6, sampler=REVEAL_PRIORITIES)
-    buffer = jaxbuf.add(buffer, steps([[0, 1]]), priority=floats(1.0, 4.0)[None])
-    buffer = jaxbuf.add(buffer, steps([[2, 3, 4]]), priority=floats(jnp.nan, -1.0, jnp.inf)[None])
-    assert buffer.metrics()["rejected"] == 3
-    assert buffer.size == 5
-    assert priorities(buffer) == pytest.approx(
-        {0: 1 / 17, 1: 4 / 17, 2: 4 / 17, 3: 4 / 17, 4: 4 / 17}
-    )
-
-
-def test_the_default_is_the_largest_priority_before_this_add_evicts_it():
-    buffer = create(1, 2, sampler=REVEAL_PRIORITIES)
-    buffer = jaxbuf.add(buffer, steps([[0, 1]]), priority=floats(8.0, 2.0)[None])
-    buffer = jaxbuf.add(buffer, steps([2]))
-    assert priorities(buffer) == pytest.approx({1: 0.2, 2: 0.8})
-    buffer = jaxbuf.add(buffer, steps([3]), priority=floats(2.0))
-    buffer = jaxbuf.add(buffer, steps([4]), priority=floats(2.0))
-    assert jaxbuf.add(buffer, steps([5])).metrics()["priority_max"] == 2.0
-
-
 def test_a_stale_update_never_revives_a_broken_window():
     """Flashbax writes the priority of whatever lies there now."""
     buffer = create(1, 6, 3, sampler=REVEAL_PRIORITIES)
@@ -310,32 +158,6 @@ def test_a_stale_update_never_revives_a_broken_window():
         if count >= 2:
             buffer = jaxbuf.update_priority(buffer, slots, floats(9.0, 9.0))
         assert priorities(buffer) == pytest.approx({count + t: 0.25 for t in range(4)})
-
-
-def test_a_window_is_stale_once_its_first_step_is_overwritten():
-    buffer = create(1, 5, 2, sampler=REVEAL_PRIORITIES)
-    buffer = jaxbuf.add(buffer, steps([list(range(5))]))
-    slots = slots_of(buffer, 0, 1)
-    buffer = jaxbuf.add(buffer, steps([5]))
-    buffer = jaxbuf.update_priority(buffer, slots, floats(7.0, 3.0))
-    assert priorities(buffer) == pytest.approx({1: 0.5, 2: 1 / 6, 3: 1 / 6, 4: 1 / 6})
-
-
-def test_duplicates_in_an_update_count_the_last_accepted_row():
-    buffer = create(1, 4, sampler=REVEAL_PRIORITIES)
-    buffer = jaxbuf.add(buffer, steps([[0, 1]]))
-    slots = slots_of(buffer, 0, 0, 0, 0)
-    buffer = jaxbuf.update_priority(
-        buffer, slots, floats(5.0, 3.0, jnp.nan, 8.0), mask=jnp.array([True, True, True, False])
-    )
-    assert priorities(buffer) == pytest.approx({0: 0.75, 1: 0.25})
-    assert buffer.metrics()["rejected"] == 1
-
-
-def test_all_priorities_zero_is_uniform_over_the_windows():
-    buffer = create(2, 4, 2, sampler=REVEAL_PRIORITIES)
-    buffer = jaxbuf.add(buffer, steps([[0, 1, 2], [3, 4, 5]]), priority=jnp.zeros((2, 3)))
-    assert priorities(buffer) == pytest.approx({0: 0.25, 1: 0.25, 3: 0.25, 4: 0.25})
 
 
 @pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()])
@@ -410,17 +232,6 @@ def test_dtypes_and_shapes_of_the_contract():
     assert (type(buffer.capacity), buffer.capacity) == (int, 12)
     assert (buffer.num_envs, buffer.length) == (2, 6)
     assert (buffer.sequence_length, buffer.period) == (3, 1)
-
-
-def test_clear_keeps_old_slots_stale_and_shares_nothing():
-    buffer = jaxbuf.add(create(1, 4, 2, sampler=REVEAL_PRIORITIES), steps([[0, 1, 2]]))
-    slots = slots_of(buffer, 0, 1)
-    cleared = buffer.clear()
-    assert cleared.size == 0
-    cleared = jaxbuf.add(cleared, steps([[3, 4, 5]]))
-    cleared = jaxbuf.update_priority(cleared, slots, floats(9.0, 9.0))
-    assert priorities(cleared) == pytest.approx({3: 0.5, 4: 0.5})
-    assert windows(buffer) == {0: [0, 1], 1: [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -569,20 +380,6 @@ def test_size_of_a_vmapped_buffer():
     assert buffer.capacity == 8
 
 
-def test_buffers_built_alike_share_a_trace():
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def size(buffer):
-        return buffer.size
-
-    size(create(2, 4, 2))
-    size(create(2, 4, np.int32(2)).add(steps([1, 2])))
-    with pytest.raises(AssertionError, match="traced > 1 times"):
-        size(create(2, 4, 3))
-
-
 LARGE = (8, 4096, 4)
 
 
@@ -591,23 +388,6 @@ def large(sampler):
     return jaxbuf.TrajectoryBuffer.create(
         example, LARGE[0], LARGE[1], sequence_length=LARGE[2], sampler=sampler
     )
-
-
-def full_copies(buffer, program):
-    """Instructions that copy an array as large as the storage or the tree, in any shape."""
-    least = min(leaf.size for leaf in jax.tree.leaves(buffer) if leaf.size >= 4096)
-    found = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(.*", program.as_text())
-    sizes = [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in found]
-    return [size for size in sizes if size >= least]
-
-
-def test_windows_are_counted():
-    buffer = create(2, 8, sequence_length=3, example=jnp.int32(0))
-    assert int(buffer.num_windows) == 0
-    for count in (2, 3, 9):
-        buffer = buffer.add(jnp.zeros((2, count), jnp.int32))
-        assert int(buffer.num_windows) == int(buffer.metrics()["windows"])
-    assert int(buffer.num_windows) == buffer.max_windows == 12
 
 
 def test_state_takes_few_bytes_per_step():

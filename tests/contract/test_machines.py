@@ -5,6 +5,9 @@ fixed shapes, in which rows are masked out and all numbers traced, so that no ex
 another one has compiled before.
 """
 
+import dataclasses
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,16 +15,26 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import jaxbuf
 from jaxbuf import testing
+from jaxbuf.core.native import using_native
 from jaxbuf.core.segment_tree import NARROW, WIDE, SegmentTree
+from jaxbuf.occupancy.subset import Subset
 from tests.models import items as reference
-from tests.models import trajectory as reference_trajectory
+from tests.models import trajectory as reference_steps
 
-PRIORITIES = [0.0, 1e-6, 0.25, 1.0, 3.0, 1e6, np.nan, -1.0, np.inf]
+PRIORITIES = [0.0, -0.0, 1e-6, 0.25, 1.0, 3.0, 1e6, np.nan, -1.0, np.inf]
 LIMITS = settings(max_examples=40, stateful_step_count=25)
+OF_EACH_KIND = settings(max_examples=4, stateful_step_count=25)
 
 
 def padded(values, rows, fill, dtype):
@@ -128,8 +141,6 @@ class TreeMachine(RuleBasedStateMachine):
 accepts = jax.jit(jaxbuf.Queue.accepts, static_argnums=1)
 take = jax.jit(jaxbuf.Queue.take, static_argnums=1)
 clear = jax.jit(lambda buffer: buffer.clear())
-# From Python it would be compiled at each call.
-add_one = jax.jit(lambda buffer: buffer.map_field("tag", one_more, batch_size=4))
 
 
 @jax.jit
@@ -206,297 +217,716 @@ class QueueMachine(RuleBasedStateMachine):
         )
 
 
-def data(number):
-    """Returns the item with this number."""
+REMOVABLE = (jaxbuf.Removable(),)
+DISTINCT = jaxbuf.Uniform(replacement=False)
+BY_PRIORITY = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+MIXED = jaxbuf.Prioritized(
+    alpha=0.5, epsilon=0.01, uniform_mix=0.2, initial_priority=0.0, replacement=False
+)
+seeds = st.integers(0, 2**20)
+
+
+def data(number, **fields):
+    """Returns the items or steps with these numbers, and further fields."""
     number = np.asarray(number, np.int32)
     obs = np.stack([number, -number], -1).astype(np.float32)
-    return {"number": number, "obs": obs, "tag": np.zeros(number.shape, np.int32)}
+    return {"number": number, "obs": obs, "tag": np.zeros(number.shape, np.int32), **fields}
 
 
 def one_more(items):
     return items["tag"] + 1
 
 
-class BufferMachine(RuleBasedStateMachine):
-    """The common part of the machines of buffers: handles, updates and draws.
+# From Python it would be compiled at each call.
+add_one = jax.jit(lambda buffer: buffer.map_field("tag", one_more, batch_size=4))
 
-    Without replacement one sample reveals all that can be drawn, and ``latest`` all that is held.
+
+class BufferMachine(RuleBasedStateMachine):
+    """The common part of the machines of buffers: what is done by handles, and what all can tell.
+
     Each item or window is known by the number that its data begins with.
     """
 
     UPDATES = 6
+    NAMES = 48
 
-    def start(self, buffer, twin):
+    def __init__(self, buffer, twin):
+        super().__init__()
         self.buffer, self.twin = buffer, twin
-        self.prioritized = buffer.sampler.uses_priority
-        self.clock = self.removed = 0
-        # For each item so far: its number in the twin, its slot and its generation.
+        self.clock = self.version = self.session = 0
+        self.plain = buffer.sampler == DISTINCT and not buffer.extras
+        # Every item that was seen so far, or None for one that is gone, with its handle.
+        nowhere = buffer.capacity, -1, 2**31 - 1, -(2**31)
+        self.known = [(None, (index, 1)) for index in nowhere]
         self.handles = {}
         # The tags that were written, by the numbers of items or steps.
         self.tags = {}
 
-    @precondition(lambda self: self.prioritized and self.handles)
-    @rule(
-        rows=lists(
-            st.tuples(st.integers(0, 30), st.sampled_from(PRIORITIES), st.booleans()), UPDATES
-        )
-    )
-    def update_priority(self, rows):
-        """Updates priorities of the items stored last, and of items that are gone."""
-        twins, slots = self.named([row[0] for row in rows])
-        priority = padded([row[1] for row in rows], self.UPDATES, 5.0, np.float32)
-        mask = padded([row[2] for row in rows], self.UPDATES, True, bool)
-        self.buffer = jaxbuf.update_priority(self.buffer, slots, priority, mask=mask)
+    def has(self, ability):
+        return ability in self.buffer.abilities
+
+    def call(self, function, *args, **given):
+        self.buffer = function(self.buffer, *args, **given)
+
+    def named(self, random):
+        """Items that were seen last, and such as are gone: their twins, their slots, a mask."""
+        some = self.known[:4] + self.known[-12:]
+        rows = [some[i] for i in random.integers(0, len(some), self.UPDATES)]
+        twins, handles = zip(*rows, strict=True)
+        return twins, slots_of(handles), random.random(self.UPDATES) < 0.8
+
+    @precondition(lambda self: self.buffer.sampler.uses_priority)
+    @rule(seed=seeds)
+    def update_priority(self, seed):
+        random = np.random.default_rng(seed)
+        twins, slots, mask = self.named(random)
+        priority = random.choice(PRIORITIES, self.UPDATES).astype(np.float32)
+        self.call(jaxbuf.update_priority, slots, priority, mask=mask)
         self.twin.update_priority(twins, priority, mask)
 
-    def named(self, rows):
-        """Items stored last, and items that are gone: their twins, and their slots."""
-        known = list(self.handles.items())
-        chosen = [known[-1 - row % len(known)] for row in rows]
-        nowhere = [(None, (self.buffer.capacity, 0))] * (self.UPDATES - len(rows))
-        twins, slots = zip(*chosen, *nowhere, strict=True)
-        index, generation = zip(*slots, strict=True)
-        return twins, jaxbuf.Slots(np.array(index, np.int32), np.array(generation, np.uint32))
+    @precondition(lambda self: self.has("removal"))
+    @rule(seed=seeds)
+    def remove(self, seed):
+        twins, slots, mask = self.named(np.random.default_rng(seed))
+        self.call(jaxbuf.remove, slots, mask=mask)
+        self.twin.remove(twins, mask)
 
-    @precondition(lambda self: self.handles)
-    @rule(rows=lists(st.tuples(st.integers(0, 30), st.integers(1, 99), st.booleans()), UPDATES))
-    def set_field(self, rows):
-        twins, slots = self.named([row[0] for row in rows])
-        mask = padded([row[2] for row in rows], self.UPDATES, True, bool)
-        tags = padded([row[1] for row in rows], self.UPDATES, 5, np.int32)
-        if isinstance(self.buffer, jaxbuf.TrajectoryBuffer):
-            tags = np.repeat(tags[:, None], self.buffer.sequence_length, axis=1)
-        self.buffer = jaxbuf.set_field(self.buffer, "tag", slots, tags, mask=mask)
-        for twin, (_, tag, take) in zip(twins, rows, strict=False):
-            if take and self.twin.is_live(twin):
-                self.tags |= dict.fromkeys(self.twin.numbers_of(twin), tag)
+    @precondition(lambda self: self.buffer.freshness)
+    @rule(seed=seeds)
+    def mark_used(self, seed):
+        twins, slots, mask = self.named(np.random.default_rng(seed))
+        self.call(jaxbuf.mark_used, slots, mask=mask)
+        self.twin.mark_used(twins, mask)
 
-    @precondition(lambda self: self.handles and self.buffer.extras)
-    @rule(rows=lists(st.tuples(st.integers(0, 30), st.booleans()), UPDATES))
-    def remove(self, rows):
-        twins, slots = self.named([row[0] for row in rows])
-        mask = padded([row[1] for row in rows], self.UPDATES, True, bool)
-        self.buffer = jaxbuf.remove(self.buffer, slots, mask=mask)
-        self.removed += self.twin.remove(twins, mask)
+    @precondition(lambda self: self.buffer.freshness)
+    @rule(more=st.integers(-1, 3), session=st.booleans())
+    def set_version(self, more, session):
+        self.version += more
+        self.session += session and more == 0
+        self.call(jaxbuf.set_version, np.int32(self.version), session=np.int32(self.session))
+        self.twin.set_version(self.version, self.session)
+
+    @rule(seed=seeds)
+    def set_field(self, seed):
+        random = np.random.default_rng(seed)
+        twins, slots, mask = self.named(random)
+        size = getattr(self.buffer, "sequence_length", 1)
+        tags = random.integers(1, 99, (self.UPDATES, size)).astype(np.int32)
+        # Of windows in every place there is a mask of steps, of others one of rows.
+        steps = random.random(tags.shape) < 0.8
+        mask = mask[:, None] & (steps if getattr(self.twin, "period", 0) == 1 else True)
+        given = (tags, mask) if mask.shape == tags.shape else (tags, mask[:, 0])
+        if not self.buffer.num_envs:
+            given = tags[:, 0], mask[:, 0]
+        self.call(jaxbuf.set_field, "tag", slots, given[0], mask=given[1])
+        mask = np.broadcast_to(mask, tags.shape)
+        for row, twin in enumerate(twins):
+            reached = self.twin.numbers_of(twin) if self.twin.is_live(twin) else []
+            for number, tag, take in zip(reached, tags[row], mask[row], strict=False):
+                if take:
+                    self.tags[number] = tag
 
     @rule()
     def map_field(self):
-        self.buffer = add_one(self.buffer)
+        self.call(add_one)
         self.tags = {number: self.tags.get(number, 0) + 1 for number in range(self.clock)}
 
     @rule()
     def clear(self):
-        self.buffer = clear(self.buffer)
+        self.call(clear)
         self.twin.clear()
 
-    def remember(self, twin, index, generation):
-        """A handle is that of one item or window for ever."""
-        handle = int(index), int(generation)
-        assert self.handles.setdefault(twin, handle) == handle
+    @rule()
+    def is_valid(self):
+        testing.assert_valid(self.buffer)
 
-    def check(self, sample, latest, held, shares):
-        """``held``: all there is, ``{number: twin}``; ``shares``: what can be drawn."""
-        for batch, expected in ((latest, held), (sample, shares)):
-            valid = batch.valid
-            numbers = self.numbers(batch.data)[valid]
-            tags = [self.tags.get(int(n), 0) for n in batch.data["number"][valid].reshape(-1)]
-            assert batch.data["tag"][valid].reshape(-1).tolist() == tags
-            assert sorted(numbers.tolist()) == sorted(expected)
-            np.testing.assert_array_equal(batch.slots.index[~valid], self.buffer.capacity)
-            np.testing.assert_array_equal(batch.probability[~valid], 0.0)
-            handles = zip(batch.slots.index[valid], batch.slots.generation[valid], strict=True)
-            for number, handle in zip(numbers.tolist(), handles, strict=True):
-                self.remember(held[number], *handle)
-        assert len(set(self.handles.values())) == len(self.handles)
-        drawn = self.numbers(sample.data)[sample.valid].tolist()
+    def teardown(self):
+        self.is_valid()
+
+    def given(self, random, shape):
+        """A mask of rows, and the priorities, versions and sessions that the buffer takes."""
+        given = {"mask": random.random(shape) < random.choice([0.3, 0.9])}
+        # Without a mask it is another program, which not all need to compile.
+        if self.plain and random.random() < 0.5:
+            given = {}
+        if self.buffer.sampler.uses_priority and random.random() < 0.5:
+            given["priority"] = random.choice(PRIORITIES, shape).astype(np.float32)
+        if self.buffer.freshness:
+            given["version"] = (self.version - random.integers(-1, 6, shape)).astype(np.int32)
+            given["session"] = (self.session - (random.random(shape) < 0.1)).astype(np.int32)
+        return given
+
+    def observed(self, observe, *given):
+        """What a program says of the buffer, with the names of the items seen last."""
+        last = self.known[-self.NAMES :]
+        names = slots_of([handle for _, handle in last], self.NAMES, self.buffer.capacity)
+        seen = jax.device_get(observe(self.buffer, names, *given))
+        holds = [self.twin.is_live(item) for item, _ in last]
+        assert seen["holds"][: len(last)].tolist() == holds
+        return seen
+
+    def check(self, seen, live, shares):
+        """All that is there, ``{number: twin}``; and the share of each in a draw, if known."""
+        found, valid = seen["found"], seen["found"].valid
+        numbers = found.data["number"].reshape(valid.size, -1)
+        steps = numbers[valid].reshape(-1)
+        obs = np.stack([steps, -steps], -1)
+        np.testing.assert_array_equal(found.data["obs"][valid].reshape(-1, 2), obs)
+        tags = [self.tags.get(number, 0) for number in steps.tolist()]
+        assert found.data["tag"][valid].reshape(-1).tolist() == tags
+        first = numbers[valid, 0].tolist()
+        assert sorted(first) == sorted(live)
+        index, generation = found.slots.index[valid].tolist(), found.slots.generation[valid]
+        # A handle is that of one item or window for ever.
+        for number, *handle in zip(first, index, generation.tolist(), strict=True):
+            item, handle = live[number], tuple(handle)
+            if item not in self.handles:
+                self.handles[item] = handle
+                self.known.append((item, handle))
+            assert self.handles[item] == handle
+        assert len({handle for _, handle in self.known}) == len(self.known)
+        # What can be drawn, and with which probability, is what `get` says of it.
+        if shares is not None:
+            expected = [shares[live[number]] for number in first]
+            np.testing.assert_allclose(found.probability[valid], expected, rtol=3e-6)
+        for batch in (seen["sample"], *seen["ordered"]):
+            index, some = batch.slots.index[batch.valid], batch.valid
+            assert valid[index].all()
+            for name in ("number", "tag"):
+                np.testing.assert_array_equal(found.data[name][index], batch.data[name][some])
+            generation = found.slots.generation[index]
+            np.testing.assert_array_equal(generation, batch.slots.generation[some])
+            np.testing.assert_array_equal(batch.slots.index[~batch.valid], self.buffer.capacity)
+            np.testing.assert_array_equal(batch.probability[~batch.valid], 0.0)
+        drawn = seen["sample"]
+        some = found.probability > 0
         np.testing.assert_allclose(
-            sample.probability[sample.valid], [shares[number] for number in drawn], rtol=3e-6
+            drawn.probability[drawn.valid],
+            found.probability[drawn.slots.index[drawn.valid]],
+            rtol=1e-6,
         )
+        replacement = getattr(self.buffer.sampler, "replacement", None)
+        if replacement:
+            assert drawn.valid.tolist() == [bool(some.any())] * drawn.valid.size
+        elif replacement is False:
+            # Without replacement one sample reveals all that can be drawn.
+            assert sorted(drawn.slots.index[drawn.valid]) == np.flatnonzero(some).tolist()
+            most = valid.sum() if self.buffer.num_envs else some.sum()
+            counts = np.arange(seen["can_sample"].size)
+            np.testing.assert_array_equal(seen["can_sample"], counts <= most)
+
+    def count(self, metrics, *names):
+        names = ("size", "adds", "rejected", *names)
+        expected = {name: getattr(self.twin, name) for name in names}
+        # Without a part for it, nobody counts what was removed.
+        expected["removed"] *= "removed" in metrics
+        assert {name: metrics.get(name, 0) for name in names} == expected
 
 
-REMOVABLE = (jaxbuf.Removable(),)
-# Capacity, options of the sampler, and parts.
-ITEMS = (
-    (5, {}, ()),
-    (5, {}, REMOVABLE),
-    (18, {"alpha": 1.0}, REMOVABLE),
-    (6, {"alpha": 0.5, "epsilon": 0.01, "uniform_mix": 0.2, "initial_priority": 0.0}, ()),
-)
+def slots_of(handles, rows=0, past_end=0):
+    padded = [*handles, *[(past_end, 0)] * (rows - len(handles))]
+    index, generation = zip(*padded, strict=True)
+    return jaxbuf.Slots(np.array(index, np.int32), np.array(generation, np.uint32))
+
+
+RANKED = jaxbuf.RankBased(by="score", sort_every=2)
+ALL_BY_SCORE = jaxbuf.Blend((RANKED, jaxbuf.Softmax(), jaxbuf.Uniform()), (1, 1, 1))
+LOWEST, FRESH = jaxbuf.Lowest(), jaxbuf.Freshness
+# Capacity, and options.
+ITEMS = {
+    "uniform": (5, {"sampler": DISTINCT}),
+    "removable": (5, {"sampler": DISTINCT, "parts": REMOVABLE}),
+    "proportional": (18, {"sampler": BY_PRIORITY, "parts": REMOVABLE}),
+    "mixed": (6, {"sampler": MIXED}),
+    "lowest": (9, {"sampler": DISTINCT, "evictor": LOWEST}),
+    "blend": (6, {"sampler": ALL_BY_SCORE, "evictor": LOWEST, "parts": REMOVABLE}),
+    "softmax": (6, {"sampler": jaxbuf.Softmax(), "parts": REMOVABLE}),
+    "shuffled": (7, {"sampler": jaxbuf.Shuffled(), "freshness": FRESH(max_use=2)}),
+    "shuffled-lowest": (
+        6, {"sampler": jaxbuf.Shuffled(drop_last=True), "evictor": LOWEST, "parts": REMOVABLE}
+    ),
+    "fresh": (7, {"sampler": BY_PRIORITY, "freshness": FRESH(2, 3)}),
+    "fresh-late": (13, {"freshness": FRESH(max_staleness=4, comparison=">"), "parts": REMOVABLE}),
+    "fresh-lowest": (5, {"freshness": FRESH(1), "evictor": LOWEST, "sampler": DISTINCT}),
+    "near": (7, {"evictor": LOWEST, "diversity": jaxbuf.Diversity(0.5, active="full")}),
+    "near-oldest": (
+        7, {"diversity": jaxbuf.Diversity(0.75, within_batch="greedy"), "freshness": FRESH(2, 4)}
+    ),
+    "near-greedy": (
+        20,
+        {
+            "evictor": LOWEST,
+            "diversity": jaxbuf.Diversity(0.25, np.inf, within_batch="greedy", active="full"),
+            "parts": REMOVABLE,
+        },
+    ),
+    "near-one": (1, {"diversity": jaxbuf.Diversity(1.1, 0.5), "evictor": LOWEST}),
+}  # fmt: skip
+# Computed by XLA in place of the kernels in C++, as on accelerators.
+WITHOUT_KERNELS = {"proportional", "blend", "fresh", "near-oldest"}
+
+
+def twin_of(sampler):
+    """The options of a model of a sampler by priority."""
+    names = ("alpha", "initial_priority", "epsilon", "uniform_mix")
+    prioritized = isinstance(sampler, jaxbuf.Prioritized)
+    return {name: getattr(sampler, name) for name in names} if prioritized else {}
+
+
+def limits_of(freshness):
+    return freshness and (freshness.max_use, freshness.max_staleness, freshness.comparison)
 
 
 @jax.jit
-def observe_items(buffer, counts):
-    sample = buffer.sample(jax.random.key(0), buffer.capacity)
-    latest = buffer.latest(buffer.capacity)
-    return sample, latest, buffer.metrics(), jax.vmap(buffer.can_sample)(counts)
+def observe_items(buffer, names, ages):
+    slot = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    slots = jaxbuf.Slots(slot, buffer.occupancy.generation(slot))
+    counts = jnp.arange(buffer.capacity + 2)
+    key = jax.random.key(0)
+    ordered = []
+    if buffer.occupancy.keeps_order:
+        ordered = [
+            buffer.latest(buffer.capacity),
+            buffer.sample_range(key, buffer.capacity, *ages),
+            buffer.sample_range(key, min(buffer.capacity, 3), *ages),
+        ]
+    return {
+        "found": buffer.get(slots),
+        "sample": buffer.sample(key, buffer.capacity),
+        "ordered": ordered,
+        "holds": buffer.holds(names),
+        "in_order": buffer.occupancy.in_order(),
+        "can_sample": jax.vmap(buffer.can_sample)(counts),
+        "metrics": buffer.metrics(),
+        "uses": buffer.freshness and (buffer.use_count(slots), buffer.staleness(slots)),
+    }
 
 
 class ItemMachine(BufferMachine):
     """`ItemBuffer`."""
 
-    ROWS = 7
+    ROWS, BATCH = 7, 3
 
-    @initialize(kind=st.sampled_from(ITEMS))
-    def create(self, kind):
-        capacity, options, parts = kind
-        options = {"replacement": False, **options}
-        sampler = jaxbuf.Prioritized if "alpha" in options else jaxbuf.Uniform
-        self.start(
-            jaxbuf.ItemBuffer.create(data(0), capacity, sampler=sampler(**options), parts=parts),
-            reference.ItemBuffer(capacity, **options),
+    def __init__(self, name):
+        capacity, options = ITEMS[name]
+        options = {"sampler": jaxbuf.Uniform(), "diversity": None, "freshness": None} | options
+        near = options["diversity"]
+        if near is not None:
+            options["diversity"] = near = dataclasses.replace(near, field="point")
+            near = reference.Near(near.cutoff, near.p, near.within_batch, near.active)
+        buffer = jaxbuf.ItemBuffer.create(data(0, point=np.zeros(2, "f4")), capacity, **options)
+        twin = reference.ItemBuffer(
+            capacity,
+            lowest=options.get("evictor") == LOWEST,
+            limits=limits_of(options["freshness"]),
+            filter=near,
+            **twin_of(options["sampler"]),
         )
+        super().__init__(buffer, twin)
+        self.scored = bool(buffer.score_users)
+        self.shuffled = isinstance(buffer.sampler, jaxbuf.Shuffled)
+        self.left, self.passes = set(), 0
 
-    @staticmethod
-    def numbers(data):
-        np.testing.assert_array_equal(data["obs"], np.stack([data["number"], -data["number"]], -1))
-        return data["number"]
-
-    def put(self, rows, priority=None, mask=None):
+    @rule(seed=seeds)
+    def add(self, seed):
+        random, rows = np.random.default_rng(seed), self.ROWS
         numbers = np.arange(self.clock, self.clock + rows)
         self.clock += rows
-        given = {"priority": priority, "mask": mask}
-        given = {name: value for name, value in given.items() if value is not None}
-        self.buffer = jaxbuf.add(self.buffer, data(numbers), **given)
-        self.twin.add(numbers.tolist(), priority, mask)
+        # On a coarse grid, so that many pairs are equal, near, or exactly at a cutoff.
+        points = random.integers(0, 12, (rows, 2)).astype(np.float32) / 4
+        given = self.given(random, rows)
+        if self.scored:
+            # Few different ones, so that ties are everywhere.
+            score = random.integers(-3, 4, rows) / 2 + random.choice([0.0, 1e-30])
+            special = random.choice([np.nan, np.inf, -np.inf, -0.0], rows)
+            given["score"] = np.where(random.random(rows) < 0.3, special, score).astype(np.float32)
+            points[random.random(rows) < 0.05] = np.nan
+        self.buffer, slots = jaxbuf.insert(self.buffer, data(numbers, point=points), **given)
+        rows = [{"number": n, "point": p} for n, p in zip(numbers.tolist(), points, strict=True)]
+        entered = self.twin.add(rows, **given)
+        stays = [self.twin.is_live(item) for item in entered]
+        assert (slots.index < self.buffer.capacity).tolist() == stays
+        for item, stay, index in zip(entered, stays, slots.index.tolist(), strict=True):
+            assert not stay or self.twin.lowest or index == item.index
+        self.left |= {item for item in entered if item}
 
-    @rule(rows=st.sampled_from([1, ROWS]))
-    def add(self, rows):
-        self.put(rows)
+    @precondition(lambda self: self.scored)
+    @rule(seed=seeds)
+    def update_score(self, seed):
+        random = np.random.default_rng(seed)
+        twins, slots, mask = self.named(random)
+        score = random.choice([np.nan, np.inf, -np.inf, 0.0, 1.0, 1.5], self.UPDATES)
+        self.call(jaxbuf.update_score, slots, score.astype(np.float32), mask=mask)
+        self.twin.update_score(twins, score, mask)
 
-    @rule(mask=lists(st.booleans(), ROWS))
-    def add_with_a_mask(self, mask):
-        self.put(self.ROWS, mask=padded(mask, self.ROWS, False, bool))
+    @precondition(lambda self: self.shuffled)
+    @rule(seed=seeds)
+    def next_batch(self, seed):
+        """Each item once per pass, whatever comes and goes in between."""
+        self.turn()
+        self.buffer, batch = jaxbuf.next_batch(self.buffer, jax.random.key(seed), self.BATCH)
+        count = min(self.BATCH, len(self.left))
+        if self.buffer.sampler.drop_last and count < self.BATCH:
+            count = 0
+        assert batch.valid.tolist() == [row < count for row in range(self.BATCH)]
+        given = set(batch.data["number"][:count].tolist())
+        chosen = {item for item in self.left if item.data["number"] in given}
+        assert len(chosen) == count
+        np.testing.assert_allclose(
+            batch.probability[:count], np.float32(1 / max(self.twin.size, 1))
+        )
+        self.left -= chosen
+        self.turn()
 
-    @precondition(lambda self: self.prioritized)
-    @rule(rows=lists(st.none() | st.sampled_from(PRIORITIES), ROWS))
-    def add_with_priorities(self, rows):
-        priority = [2.0 if row is None else row for row in rows]
-        mask = padded([row is not None for row in rows], self.ROWS, False, bool)
-        self.put(self.ROWS, padded(priority, self.ROWS, 2.0, np.float32), mask)
+    def turn(self):
+        self.left = {item for item in self.left if item.live}
+        needed = self.BATCH if self.buffer.sampler.drop_last else 1
+        if len(self.left) < needed <= self.twin.size:
+            self.left, self.passes = set(self.twin.live), self.passes + 1
+
+    @rule()
+    def clear(self):
+        super().clear()
+        self.passes = 0
+
+    def law(self):
+        """The probability of each item; None of a blend, which changes with its last sort."""
+        if isinstance(self.buffer.sampler, jaxbuf.Blend):
+            return None
+        if not isinstance(self.buffer.sampler, jaxbuf.Softmax):
+            return self.twin.probabilities()
+        score = np.array([item.score for item in self.twin.live])
+        most = max(score, default=-np.inf)
+        mass = np.where(score == most, 1.0, np.exp(score - most) if np.isfinite(most) else 0.0)
+        share = mass / mass.sum() if most > -np.inf else np.zeros(len(score))
+        return dict(zip(self.twin.live, share.tolist(), strict=True))
 
     @invariant()
     def agrees(self):
-        testing.assert_valid(self.buffer)
-        twin = self.twin
-        counts = np.arange(twin.capacity + 2, dtype=np.int32)
-        sample, latest, metrics, can_sample = jax.device_get(observe_items(self.buffer, counts))
-        assert [metrics[name] for name in ("size", "adds", "rejected")] == [
-            twin.size, twin.adds, twin.rejected,
-        ]  # fmt: skip
-        assert metrics.get("removed", 0) == self.removed
-        held = {item.data: item for item in twin.live}
-        shares = {item.data: share for item, share in twin.probabilities().items() if share > 0}
-        self.check(sample, latest, held, shares)
-        np.testing.assert_array_equal(np.diff(self.numbers(latest.data)[latest.valid]) > 0, True)
-        np.testing.assert_array_equal(can_sample, counts <= len(shares))
-        if self.prioritized and twin.alpha == 1.0 and twin.size:
+        twin, random = self.twin, np.random.default_rng(self.clock + len(self.known))
+        ages = random.integers(-8, 9, 2).astype(np.int32)
+        seen = self.observed(observe_items, ages)
+        items, metrics = sorted(twin.live, key=lambda item: item.number), seen["metrics"]
+        live = {item.data["number"]: item for item in items}
+        self.check(seen, live, self.law())
+        self.count(metrics, "removed", "refused_stale", "retired_used", "retired_stale")
+        found = seen["found"]
+        order, mask = seen["in_order"]
+        assert found.data["number"][order[mask]].tolist() == [*live]
+        if seen["ordered"]:
+            slice_ = [*live][slice(*ages.tolist())]
+            latest, whole, few = ([*x.data["number"][x.valid]] for x in seen["ordered"])
+            assert (latest, whole) == ([*live], slice_)
+            assert len(few) == min(len(slice_), 3, twin.capacity)
+            assert few == [number for number in slice_ if number in few]
+            for batch in seen["ordered"][1:]:
+                share = batch.probability[batch.valid]
+                np.testing.assert_allclose(share, 1 / max(len(slice_), 1), rtol=1e-6)
+        if seen["uses"]:
+            by_slot = [live[number] for number in found.data["number"][found.valid].tolist()]
+            uses, behind = (x[found.valid].tolist() for x in seen["uses"])
+            assert uses == [item.uses for item in by_slot]
+            assert behind == [self.version - item.version for item in by_slot]
+            assert metrics["use_max"] == max(uses, default=0)
+        if twin.filter:
+            refused = {name: metrics[f"refused_{name}"] for name in twin.filter.refused}
+            assert refused == twin.filter.refused
+        if self.shuffled:
+            assert metrics["left"] == sum(item.live for item in self.left)
+            assert metrics["passes"] == self.passes
+        if twin.alpha == 1.0 and twin.size:
             for name in ("min", "max", "mean"):
                 expected = getattr(twin.masses(), name)()
                 assert metrics[f"priority_{name}"] == pytest.approx(expected, rel=1e-5)
 
 
-# Environments, length, length of a window, period, options of the sampler, and parts.
-TRAJECTORIES = (
-    (2, 12, 4, 3, {}, ()),
-    (3, 7, 3, 1, {"alpha": 1.0}, REMOVABLE),
-    (2, 4, 4, 2, {"alpha": 0.5, "epsilon": 0.01, "uniform_mix": 0.2}, ()),
-)
-# For environments and rows; there may be fewer of either, or more.
-flags = st.lists(st.lists(st.booleans(), max_size=8), max_size=3)
-weights = st.lists(st.lists(st.sampled_from(PRIORITIES), max_size=8), max_size=3)
+RETURNS = {"record_return": True, "discount": 0.9, "default_return": -50.0}
+AVOID = {"boundary": "avoid", **RETURNS}
+LATE = FRESH(max_staleness=4, comparison=">")
+# Environments, length, length of a window, period; sampler and further options.
+WINDOWS = {
+    "uniform": ((2, 12, 4, 3), DISTINCT, {}),
+    "proportional": ((3, 7, 3, 1), BY_PRIORITY, {"parts": REMOVABLE}),
+    "mixed": ((2, 4, 4, 2), MIXED, {}),
+    "removable": ((2, 8, 3, 2), DISTINCT, {"parts": REMOVABLE}),
+    "ignored": ((3, 7, 3, 1), BY_PRIORITY, {"num_earliest_ignored": 2}),
+    "ignored-period": ((2, 6, 2, 2), BY_PRIORITY, {"num_earliest_ignored": 1}),
+    "fresh": ((2, 7, 3, 1), BY_PRIORITY, {"freshness": FRESH(2, 3)}),
+    "fresh-late": ((3, 40, 2, 1), DISTINCT, {"freshness": LATE}),
+    "fresh-single": ((1, 5, 1, 1), BY_PRIORITY, {"freshness": FRESH(1)}),
+    "alf": ((2, 12, 4, 2), MIXED, {"episodes": AVOID | {"last": "last", "recurrence": "alf"}}),
+    "lives": (
+        (2, 8, 3, 1), DISTINCT, {"episodes": AVOID | {"last": "last", "reward_clip": (-0.5, 0.5)}}
+    ),
+    "whole": (
+        (2, 9, 3, 1),
+        BY_PRIORITY,
+        {"episodes": AVOID | {"short_windows": "never"}, "freshness": FRESH(2, 3)},
+    ),
+    "from-the-start": (
+        (2, 12, 4, 1), BY_PRIORITY, {"episodes": AVOID | {"short_windows": "ended", "period": 3}}
+    ),
+    "masked": ((2, 12, 4, 1), DISTINCT, {"episodes": {"boundary": "mask", "period": 2, **RETURNS}}),
+}  # fmt: skip
+ENDS = ("terminated", "truncated", "last")
 
 
-@jax.jit
-def observe_windows(buffer, counts):
-    sample = buffer.sample(jax.random.key(0), buffer.max_windows)
-    latest = buffer.latest(buffer.length // buffer.period)
-    return sample, latest, buffer.metrics(), buffer.size, jax.vmap(buffer.can_sample)(counts)
+@functools.partial(jax.jit, static_argnums=2)
+def observe_windows(buffer, names, sizes):
+    slot = jnp.arange(buffer.occupancy.num_slots, dtype=jnp.int32)
+    slots = jaxbuf.Slots(slot, buffer.occupancy.generation(slot))
+    key, most = jax.random.key(0), buffer.length // buffer.period
+    back = jnp.arange(buffer.length + 5, dtype=jnp.uint32)[None]
+    positions = buffer.end_position[:, None] + jnp.uint32(2) - back
+    places = jnp.arange(buffer.num_envs, dtype=jnp.int32)[:, None], positions
+    episodes = buffer.episode_index is not None
+    return {
+        "found": buffer.get(slots),
+        "sample": buffer.sample(key, buffer.max_windows),
+        "ordered": [buffer.latest(most), buffer.sample_range(key, buffer.max_windows)],
+        "holds": buffer.holds(names),
+        "in_order": buffer.occupancy.in_order(),
+        "can_sample": jax.vmap(buffer.can_sample)(jnp.arange(buffer.max_windows + 2)),
+        "metrics": buffer.metrics(),
+        "uses": buffer.freshness and (buffer.use_count(slots), buffer.staleness(slots)),
+        "read": (buffer.gather_all(), buffer.end_position, buffer.earliest_position),
+        "located": buffer.locate(slots),
+        "sizes": [buffer.sample(key, slot.size, sequence_length=size) for size in sizes],
+        "places": (positions, buffer.slots_at(*places)),
+        "episodes": episodes and buffer.episode(*places),
+        "mask": episodes and buffer.episode_mask(slots),
+    }
 
 
-class TrajectoryMachine(BufferMachine):
+clear_envs = jax.jit(lambda buffer, envs: buffer.clear(envs))
+dequeue = jax.jit(lambda buffer, mask: buffer.dequeue(2, mask=mask))
+end_episodes = jax.jit(lambda buffer, envs: buffer.end_episodes(envs))
+drop_newest_episode = jax.jit(lambda buffer, envs: buffer.drop_newest_episode(envs))
+
+
+class WindowMachine(BufferMachine):
     """`TrajectoryBuffer`."""
 
-    @initialize(kind=st.sampled_from(TRAJECTORIES))
-    def create(self, kind):
-        *shape, options, parts = kind
-        sampler = jaxbuf.Prioritized if "alpha" in options else jaxbuf.Uniform
-        num_envs, self.length, sequence_length, period = shape
+    def __init__(self, name):
+        shape, sampler, options = WINDOWS[name]
+        *sizes, sequence_length, period = shape
+        options = {"freshness": None, "num_earliest_ignored": 0, "episodes": None} | options
+        known = options["episodes"]
+        if known is not None:
+            options["episodes"] = jaxbuf.Episodes(**known)
+            known = reference_steps.Episodes(
+                avoid=known["boundary"] == "avoid",
+                alf=known.get("recurrence") == "alf",
+                short=known.get("short_windows", "terminated"),
+                every=known.get("period", 1),
+                discount=known["discount"],
+                default=known["default_return"],
+                clip=known.get("reward_clip", (-np.inf, np.inf)),
+            )
+        self.last = bool(known) and options["episodes"].last is not None
+        example = data(0, reward=np.float32(0), **dict.fromkeys(ENDS, np.bool_(False)))
         buffer = jaxbuf.TrajectoryBuffer.create(
-            data(0),
-            num_envs,
-            self.length,
+            example,
+            *sizes,
             sequence_length=sequence_length,
             period=period,
-            sampler=sampler(**options, replacement=False),
-            parts=parts,
+            sampler=sampler,
+            **options,
         )
-        self.start(buffer, reference_trajectory.TrajectoryBuffer(*shape, **options))
+        twin = reference_steps.TrajectoryBuffer(
+            *shape,
+            ignored=options["num_earliest_ignored"],
+            limits=limits_of(options["freshness"]),
+            episodes=known,
+            **twin_of(buffer.sampler),
+        )
+        super().__init__(buffer, twin)
+        # Where nothing takes windows out in between, they may be of another length.
+        most = twin.length - twin.ignored
+        every = {1, sequence_length, min(sequence_length + 1, most), most}
+        self.sizes = () if isinstance(buffer.occupancy, Subset) else tuple(sorted(every))
 
-    def numbers(self, data):
-        """Returns the numbers of windows, whose steps need not be consecutive after a mask."""
-        np.testing.assert_array_equal(data["obs"], np.stack([data["number"], -data["number"]], -1))
-        return data["number"][:, 0]
+    def envs(self, seed):
+        return np.random.default_rng(seed).random(self.buffer.num_envs) < 0.6
 
-    def put(self, rows, priority=None, mask=None):
-        """``rows`` of 0: no time axis at all."""
-        shape = self.buffer.num_envs, max(rows, 1)
-        numbers = self.clock + np.arange(np.prod(shape)).reshape(shape)
+    @rule(seed=seeds, rows=st.sampled_from([0, 0, 1, 1, 1, 2]))
+    def add(self, seed, rows):
+        """A single step of each ring, some, or more than fit."""
+        random, twin = np.random.default_rng(seed), self.twin
+        rows = (1, 3, 2 * twin.length + 1)[rows]
+        shape = self.buffer.num_envs, rows
+        numbers = self.clock + np.arange(rows * shape[0]).reshape(shape)
         self.clock += numbers.size
-        given = {
-            name: value if rows else value[:, 0]
-            for name, value in {"priority": priority, "mask": mask}.items()
-            if value is not None
-        }
-        self.buffer = jaxbuf.add(self.buffer, data(numbers if rows else numbers[:, 0]), **given)
-        self.twin.add(numbers.tolist(), priority, mask)
+        given = self.given(random, shape)
+        terminated, truncated = random.random((2, *shape)) < 0.12
+        last = terminated | truncated
+        if self.last:
+            last = truncated | (terminated & (random.random(shape) < 0.5))
+        reward = random.normal(size=shape).astype(np.float32)
+        fields = [numbers, reward, terminated, last]
+        fields += [given.get(name, np.zeros(shape, int)) for name in ("version", "session")]
+        steps = [
+            [reference_steps.Step(*cell) for cell in zip(*row, strict=True)]
+            for row in zip(*(field.tolist() for field in fields), strict=True)
+        ]
+        twin.add(steps, given.get("priority"), given.get("mask"))
+        rows = data(numbers, reward=reward, terminated=terminated, truncated=truncated, last=last)
+        if shape[1] == 1:  # No time axis.
+            rows, given = jax.tree.map(lambda leaf: leaf[:, 0], (rows, given))
+        self.call(jaxbuf.add, rows, **given)
 
-    def ragged(self, rows, values, fill, dtype):
-        """``[num_envs, rows]`` of lists that may be too few, too many, too short or too long."""
-        full = np.full((self.buffer.num_envs, max(rows, 1)), fill, dtype)
-        for env, row in enumerate(values[: full.shape[0]]):
-            full[env, : len(row)] = row[: full.shape[1]]
-        return full
+    @rule(seed=seeds)
+    def clear_envs(self, seed):
+        envs = self.envs(seed)
+        self.call(clear_envs, envs)
+        self.twin.clear(np.flatnonzero(envs))
 
-    @rule()
-    def add(self):
-        self.put(0)
+    @rule(seed=seeds)
+    def dequeue(self, seed):
+        mask = self.envs(seed)
+        self.buffer, taken = dequeue(self.buffer, mask)
+        numbers, valid = taken.data["number"], np.asarray(taken.valid)
+        found = [row[some].tolist() for row, some in zip(np.asarray(numbers), valid, strict=True)]
+        assert found == self.twin.dequeue(2, mask)
 
-    @rule(mask=flags)
-    def add_with_a_mask(self, mask):
-        rows = self.length + 1
-        self.put(rows, mask=self.ragged(rows, mask, False, bool))
+    @precondition(lambda self: self.has("episodes"))
+    @rule(seed=seeds)
+    def end_episodes(self, seed):
+        envs = self.envs(seed)
+        self.call(end_episodes, envs)
+        self.twin.end_episodes(np.flatnonzero(envs))
 
-    @precondition(lambda self: self.prioritized)
-    @rule(one=st.booleans(), mask=flags, priority=weights)
-    def add_with_priorities(self, one, mask, priority):
-        rows = 0 if one else self.length + 1
-        priority = self.ragged(rows, priority, 2.0, np.float32)
-        self.put(rows, priority, self.ragged(rows, mask, False, bool))
+    @precondition(lambda self: self.has("episodes"))
+    @rule(seed=seeds)
+    def drop_newest_episode(self, seed):
+        envs = self.envs(seed)
+        changed = [env for env in np.flatnonzero(envs) if self.twin.rings[env]]
+        self.call(drop_newest_episode, envs)
+        self.twin.drop_newest_episode(np.flatnonzero(envs))
+        # Steps that are taken back make all slots of their environment stale.
+        for item, _ in self.known:
+            if item and item.env in changed:
+                del self.handles[item]
+        self.known = [(self.handles.get(item) and item, handle) for item, handle in self.known]
 
     @invariant()
     def agrees(self):
-        testing.assert_valid(self.buffer)
         twin, windows = self.twin, self.twin.windows
-        counts = np.arange(self.buffer.max_windows + 2, dtype=np.int32)
-        sample, latest, metrics, size, can_sample = jax.device_get(
-            observe_windows(self.buffer, counts)
-        )
-        assert size == metrics["size"] == twin.size
-        assert (metrics["windows"], metrics["adds"], metrics["rejected"]) == (
-            len(windows), twin.adds, twin.rejected,
-        )  # fmt: skip
-        assert metrics.get("removed", 0) == self.removed
-        held = {window[0].data: window[0] for window in windows}
-        drawn = zip(held, twin.probabilities(), strict=True)
-        self.check(sample, latest, held, {number: share for number, share in drawn if share > 0})
-        np.testing.assert_array_equal(can_sample, counts <= len(windows))
-        steps = {window[0].data: [step.data for step in window] for window in windows}
-        slots = {window[0].data: twin.slot(window[0]) for window in windows}
-        for batch in (sample, latest):
-            for row in np.flatnonzero(batch.valid):
-                number = int(batch.data["number"][row, 0])
-                assert batch.data["number"][row].tolist() == steps[number]
-                assert batch.slots.index[row] == slots[number]
+        seen = self.observed(observe_windows, self.sizes)
+        live = {window[0].number: window[0] for window in windows}
+        drawn = dict(zip(live.values(), twin.probabilities(), strict=True))
+        self.check(seen, live, drawn)
+        self.count(seen["metrics"], "removed", "refused_stale", "retired_used", "retired_stale")
+        assert seen["metrics"]["windows"] == len(windows)
+        found, order = seen["found"], seen["in_order"]
+        first = found.data["number"][:, 0]
+        for slots in (order[0][order[1]], *(x.slots.index[x.valid] for x in seen["ordered"])):
+            assert first[slots].tolist() == [*live]
+        size = twin.sequence_length
+        for slot in np.flatnonzero(found.valid):
+            [window] = [window for window in windows if window[0].number == first[slot]]
+            steps = [step.number for step in window]
+            assert slot == twin.slot(window[0])
+            assert found.data["number"][slot].tolist() == steps + steps[-1:] * (size - len(steps))
+            env, position = (x[slot] for x in seen["located"])
+            assert (env, position) == (window[0].env, twin.position(window[0]))
+            if self.has("episodes"):
+                mask = twin.mask(window) + [False] * (size - len(window))
+                assert seen["mask"][slot].tolist() == mask
+            if seen["uses"]:
+                uses, behind = (x[slot] for x in seen["uses"])
+                assert uses == window[0].uses
+                assert behind == self.version - window[0].version
+        self.check_steps(*seen["read"])
+        for size, sample in zip(self.sizes, seen["sizes"], strict=True):
+            self.check_windows_of(size, sample)
+        if self.has("episodes"):
+            self.check_episodes(seen)
+
+    def check_steps(self, read, end, earliest):
+        twin = self.twin
+        assert end.tolist() == twin.end
+        assert (end - earliest).tolist() == [len(ring) for ring in twin.rings]
+        for env, ring in enumerate(twin.rings):
+            valid = read.valid[env]
+            assert valid.tolist() == [i < len(ring) - twin.ignored for i in range(twin.length)]
+            numbers = [step.number for step in ring[twin.ignored :]]
+            assert read.data["number"][env][valid].tolist() == numbers
+            last = read.data["last" if self.last else "truncated"][env][valid]
+            ends = [step.last for step in ring[twin.ignored :]]
+            if not self.last and self.has("episodes"):
+                last = last | read.data["terminated"][env][valid]
+                assert last.tolist() == ends
+
+    def check_windows_of(self, size, sample):
+        """Of another length; such as are no windows of the buffer have the default priority."""
+        twin = self.twin
+        windows, own = twin.windows_of(size), {window[0] for window in twin.windows}
+        priority = {window[0]: window[0].priority for window in windows}
+        default = twin.default()
+        for first in priority.keys() - own:
+            first.priority = default
+        shares = twin.probabilities(windows)
+        for first, value in priority.items():
+            first.priority = value
+        expected = {
+            window[0].number: ([step.number for step in window], pytest.approx(share, rel=1e-5))
+            for window, share in zip(windows, shares, strict=True)
+            if share > 0
+        }
+        numbers, valid = sample.data["number"], sample.valid
+        rows = zip(numbers[valid].tolist(), sample.probability[valid].tolist(), strict=True)
+        assert {row[0][0]: row for row in rows} == expected
+
+    def check_episodes(self, seen):
+        twin, (positions, slots) = self.twin, seen["places"]
+        starts = {window[0] for window in twin.windows}
+        for env, history in enumerate(twin.history):
+            for i in range(positions.shape[1]):
+                said = jax.tree.map(lambda leaf: leaf[env, i].item(), seen["episodes"])  # noqa: B023
+                t = len(history) + 2 - i
+                # Positions grow by laps where steps are taken back.
+                lap, position = twin.end[env] - len(history), int(positions[env, i])
+                if not twin.is_held(env, t):
+                    assert said.to_end == -1
+                    assert (said.is_first, said.is_last) == (False, False)
+                    assert said.begin == said.held_begin == position
+                    assert said.value == twin.episodes.default
+                    assert slots.index[env, i] == self.buffer.capacity
+                    continue
+                begin, step = twin.begin(env, t), history[t]
+                held = max(begin, len(history) - len(twin.rings[env]))
+                assert position == t + lap
+                assert (said.begin, said.held_begin) == ((begin + lap) % 2**32, held + lap)
+                assert said.last_terminated == (twin.last_terminated(env, t) + lap) % 2**32
+                assert said.to_end == twin.ends(env, t) - t
+                assert (said.is_first, said.is_last) == (begin == t, step.last)
+                value = twin.episode_return(env, t)
+                assert said.value == pytest.approx(value, rel=1e-5, abs=1e-5)
+                assert (slots.index[env, i] < self.buffer.capacity) == (step in starts)
+
+
+def run(machine, name, kernels=True):
+    """Histories of this kind of buffer."""
+
+    def create():
+        return machine(name)
+
+    with using_native(kernels):
+        run_state_machine_as_test(create, settings=OF_EACH_KIND)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [*((name, True) for name in ITEMS), *((name, False) for name in WITHOUT_KERNELS)],
+)
+def test_items(name, kernels):
+    run(ItemMachine, name, kernels)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name):
+    run(WindowMachine, name, kernels=name != "removable")
 
 
 def case(machine):
@@ -506,5 +936,3 @@ def case(machine):
 
 TestSegmentTree = case(TreeMachine)
 TestQueue = case(QueueMachine)
-TestItemBuffer = case(ItemMachine)
-TestTrajectoryBuffer = case(TrajectoryMachine)

@@ -7,6 +7,7 @@ with the library. A disagreement with one of these models is a bug in one of the
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -179,16 +180,20 @@ def effective_sample_size(masses: Sequence[float]) -> float:
 
 
 class Item:
-    """One stored item. Its identity is its generation: a handle is live while it is in its slot."""
+    """One stored item; a handle to it is good for as long as it is live."""
 
-    def __init__(self, index: int, data: Any, priority: float):
-        self.index = index
+    def __init__(self, number: int, data: Any, priority: float, score: float, made: tuple):
+        self.number = number
         self.data = data
         self.priority = priority
+        self.score = score
+        self.version, self.session = made
+        self.index = self.uses = 0
+        self.live = False
 
 
 class ItemBuffer:
-    """A ring of slots that evicts the oldest, with priorities when ``alpha`` is given.
+    """A list of items, of which the oldest or those with the lowest scores leave.
 
     Args:
         capacity: number of slots.
@@ -198,6 +203,9 @@ class ItemBuffer:
         uniform_mix: share of draws made uniformly over live slots.
         stratified: accepted and ignored: it leaves every probability as it is.
         replacement: whether one batch may hold an item twice.
+        lowest: whether the lowest scores leave, of equal ones the older; otherwise the oldest.
+        limits: ``max_use``, ``max_staleness`` and ``comparison`` as in ``Freshness``, or None.
+        filter: chooses among the rows that are to enter, as ``Near``; None for all.
     """
 
     def __init__(
@@ -210,6 +218,9 @@ class ItemBuffer:
         uniform_mix: float = 0.0,
         stratified: bool = True,
         replacement: bool = True,
+        lowest: bool = False,
+        limits: tuple | None = None,
+        filter: Any = None,  # noqa: A002
     ):
         del stratified
         self.capacity = capacity
@@ -218,72 +229,129 @@ class ItemBuffer:
         self.epsilon = epsilon
         self.uniform_mix = uniform_mix
         self.replacement = replacement
-        self.slots: list[Item | None] = [None] * capacity
-        self.position = 0
-        self.adds = 0
-        self.rejected = 0
+        self.lowest = lowest
+        self.limits = Limits(*(limits or (None, None, ">=")))
+        self.filter = filter
+        # Of each slot that was written, what came last; that may be gone.
+        self.places: list[Item] = []
+        self.offered = self.position = self.adds = self.rejected = 0
+        self.refused_stale = self.retired_used = self.retired_stale = self.removed = 0
 
     @property
     def live(self) -> list[Item]:
         """Live items in slot order."""
-        return [item for item in self.slots if item is not None]
+        return sorted((item for item in self.places if item.live), key=lambda item: item.index)
 
     @property
     def size(self) -> int:
         return len(self.live)
 
-    def add(self, rows: Sequence[Any], priority=None, mask=None) -> list[Item | None]:
+    def add(
+        self, rows: Sequence[Any], priority=None, mask=None, score=None, version=None, session=None
+    ) -> list[Item | None]:
         """Add rows in order; one refused or masked out is ``None`` in the result."""
-        mask = np.ones(len(rows), bool) if mask is None else mask
         default = max([self.initial_priority, *(item.priority for item in self.live)])
         entered: list[Item | None] = []
         for row, data in enumerate(rows):
-            value = default if priority is None else float(priority[row])
-            if not mask[row]:
-                entered.append(None)
-                continue
-            if not is_priority(value):
+            item = Item(
+                self.offered,
+                data,
+                default if priority is None else float(priority[row]),
+                0.0 if score is None else float(score[row]),
+                (
+                    self.limits.version if version is None else int(version[row]),
+                    self.limits.session if session is None else int(session[row]),
+                ),
+            )
+            self.offered += 1
+            item.live = mask is None or bool(mask[row])
+            # The first that refuses a row counts it: sampler and evictor, limits, and the filter.
+            no_score = bool(np.isnan(item.score))
+            illegal = no_score and (self.lowest or not self.filter)
+            if item.live and (illegal or not is_priority(item.priority)):
                 self.rejected += 1
-                entered.append(None)
-                continue
-            index = self.position % self.capacity
-            item = Item(index, data, value)
-            self.slots[index] = item
-            self.position += 1
-            self.adds += 1
-            entered.append(item)
+                item.live = False
+            if item.live and self.limits.refuses(item):
+                self.refused_stale += 1
+                item.live = False
+            if item.live and self.filter and (no_score or np.isnan(data["point"]).any()):
+                self.rejected += 1
+                item.live = False
+            entered.append(item if item.live else None)
+        if self.filter is not None:
+            chosen = self.filter.choose([item for item in entered if item], self)
+            entered = [item if item in chosen else None for item in entered]
+        self.place([item for item in entered if item])
         return entered
+
+    def place(self, items: list[Item]) -> None:
+        """Let items in, and those that leave for them out."""
+        for item in items:
+            item.index = 0 if self.lowest else self.position % self.capacity
+            self.position += 1
+        self.adds += len(items)
+        every = self.places + items
+        if self.lowest:
+            every.sort(key=lambda item: (item.live, item.score, item.number))
+        for item in every[: -self.capacity]:
+            item.live = False
+        self.places = every[-self.capacity :]
 
     def is_live(self, item: Item | None) -> bool:
         """Returns whether this very item is still stored."""
-        return item is not None and self.slots[item.index] is item
+        return item is not None and item.live
+
+    def named(self, items, mask, *values):
+        """The live items of rows that the mask takes, each with its values."""
+        mask = np.ones(len(items), bool) if mask is None else mask
+        rows = zip(items, *values, strict=True)
+        return [row for row, take in zip(rows, mask, strict=True) if take and self.is_live(row[0])]
 
     def update_priority(self, items: Sequence[Item | None], priority, mask=None) -> None:
         """Set priorities row by row: stale rows are dropped, bad ones of live items counted."""
-        mask = np.ones(len(items), bool) if mask is None else mask
-        for item, value, take in zip(items, priority, mask, strict=True):
-            if not take or item is None or not self.is_live(item):
-                continue
+        for item, value in self.named(items, mask, priority):
             if is_priority(value):
                 item.priority = float(value)
             else:
                 self.rejected += 1
 
-    def remove(self, items: Sequence[Item | None], mask) -> int:
-        """Empty the slots of live items row by row; returns how many left."""
-        before = self.size
-        for item, take in zip(items, mask, strict=True):
-            if take and item is not None and self.is_live(item):
-                self.slots[item.index] = None
-        return before - self.size
+    def update_score(self, items: Sequence[Item | None], score, mask=None) -> None:
+        for item, value in self.named(items, mask, score):
+            if math.isnan(value):
+                self.rejected += 1
+            else:
+                item.score = float(value)
+
+    def remove(self, items: Sequence[Item | None], mask=None) -> int:
+        """Empty the slots of live items; returns how many left."""
+        gone = self.take_out({row[0] for row in self.named(items, mask)})
+        self.removed += gone
+        return gone
+
+    def take_out(self, items) -> int:
+        """The slots stay empty until their turn comes, or under ``lowest`` are filled first."""
+        for item in items:
+            item.live = False
+        return len(items)
+
+    def mark_used(self, items: Sequence[Item | None], mask=None) -> None:
+        """All uses of a batch count before anything retires."""
+        for (item,) in self.named(items, mask):
+            item.uses += 1
+        self.retired_used += self.take_out([x for x in self.live if self.limits.is_used_up(x)])
+
+    def set_version(self, version: int, session: int) -> None:
+        self.limits.version, self.limits.session = version, session
+        self.retired_stale += self.take_out([x for x in self.live if self.limits.refuses(x)])
 
     def numbers_of(self, item: Item) -> list[Any]:
-        """Returns the data that a change of a field of this item reaches."""
-        return [item.data]
+        """Returns the numbers of what a change of a field of this item reaches."""
+        return [item.data["number"]]
 
     def clear(self) -> None:
         """Forget every item; handles to them stay stale."""
-        self.slots = [None] * self.capacity
+        self.take_out(self.places)
+        self.places, self.position = [], 0
 
     def masses(self) -> np.ndarray:
         """``[size]`` masses of the live items in slot order."""
@@ -305,3 +373,76 @@ class ItemBuffer:
         if self.replacement:
             return batch_size if self.size else 0
         return min(batch_size, self.drawable())
+
+
+class Limits:
+    """What is too often used or too stale, of items as of steps."""
+
+    def __init__(self, max_use: int | None, max_staleness: int | None, comparison: str):
+        self.max_use, self.max_staleness, self.comparison = max_use, max_staleness, comparison
+        self.version = self.session = 0
+
+    def refuses(self, item) -> bool:
+        """Returns whether something is of another session than the learner's, or too stale."""
+        if item.session != self.session:
+            return True
+        behind = self.version - item.version
+        most = math.inf if self.max_staleness is None else self.max_staleness
+        return behind >= most if self.comparison == ">=" else behind > most
+
+    def is_used_up(self, item) -> bool:
+        return self.max_use is not None and item.uses >= self.max_use
+
+
+def distance(one: np.ndarray, other: np.ndarray, p: float) -> float:
+    """The p-norm of the difference; the number of coordinates that differ if ``p`` is 0."""
+    size = np.abs(np.asarray(one, np.float64).ravel() - np.asarray(other, np.float64).ravel())
+    if p == 0:
+        return float(np.count_nonzero(size))
+    return float(size.max() if math.isinf(p) else (size**p).sum() ** (1 / p))
+
+
+class Near:
+    """Refuses rows that are too close to what a buffer holds, or to each other.
+
+    Args:
+        cutoff: What a distance must exceed.
+        p: Norm.
+        within_batch: ``"suppress"`` or ``"greedy"``.
+        active: ``"always"`` or ``"full"``.
+    """
+
+    def __init__(
+        self, cutoff: float, p: float, within_batch: str = "suppress", active: str = "always"
+    ):
+        self.cutoff, self.p = cutoff, p
+        self.within_batch, self.active = within_batch, active
+        self.refused = {"low_score": 0, "within_batch": 0, "near_buffer": 0}
+
+    def choose(self, rows: list[Item], buffer: ItemBuffer) -> list[Item]:
+        held = buffer.live
+        full = len(held) == buffer.capacity
+        if self.active == "full" and not full:
+            return rows
+        if buffer.lowest and full:
+            high = [item for item in rows if item.score >= min(item.score for item in held)]
+            self.refused["low_score"] += len(rows) - len(high)
+            rows = high
+        ranked = sorted(rows, key=lambda item: (-item.score, item.number))
+        entering: list[Item] = []
+        for place, item in enumerate(ranked):
+            if self.within_batch == "suppress":
+                crowded = self.near(item, ranked[:place])
+                near = not crowded and self.near(item, held)
+            else:
+                near = self.near(item, held)
+                crowded = not near and self.near(item, entering)
+            self.refused["within_batch"] += crowded
+            self.refused["near_buffer"] += near
+            if not crowded and not near:
+                entering.append(item)
+        return entering
+
+    def near(self, item: Item, others: list[Item]) -> bool:
+        points = item.data["point"], [other.data["point"] for other in others]
+        return any(not distance(points[0], other, self.p) > self.cutoff for other in points[1])

@@ -3,7 +3,6 @@
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxbuf
@@ -14,71 +13,6 @@ from jaxbuf.occupancy.subset import Subset
 from tests.strategies.test_plug_in import HalfRing, Halves
 
 REMOVABLE = {"parts": (jaxbuf.Removable(),)}
-ITEMS = {
-    "ring": {},
-    "ranking": {"evictor": jaxbuf.Lowest()},
-    "subset of a ring": REMOVABLE,
-    "subset of a ranking": {"evictor": jaxbuf.Lowest(), **REMOVABLE},
-}
-
-
-@jax.jit
-def in_order(occupancy):
-    order, live = occupancy.in_order()
-    return order, live, occupancy.live(order)
-
-
-def live_in_order(occupancy):
-    order, live, again = in_order(occupancy)
-    np.testing.assert_array_equal(live, again)
-    return np.asarray(order)[np.asarray(live)]
-
-
-split = jax.jit(lambda rings: rings.ring_and_start(jnp.arange(rings.num_slots, dtype=jnp.int32)))
-
-
-@pytest.mark.parametrize("name", ITEMS)
-def test_items_from_the_oldest_to_the_newest(name):
-    random, options = np.random.default_rng(0), ITEMS[name]
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 7, **options)
-    scored, wide = "ranking" in name, 0
-    for _ in range(12):
-        rows = int(random.integers(1, 6))
-        score = {"score": random.normal(size=rows).astype(np.float32)} if scored else {}
-        buffer = jaxbuf.add(buffer, np.arange(wide, wide + rows, dtype=np.int32), **score)
-        wide += rows
-        if buffer.extras:
-            buffer = buffer.remove(buffer.sample(jax.random.key(wide), 1).slots)
-        # Items are numbers that rise as they arrive.
-        found = np.asarray(buffer.data)[live_in_order(buffer.occupancy)].tolist()
-        assert found == sorted(found)
-        assert len(found) == buffer.size
-
-
-@pytest.mark.parametrize(("period", "ignored"), [(1, 0), (3, 0), (1, 2), (3, 1)])
-def test_windows_from_the_oldest_to_the_newest(period, ignored):
-    random = np.random.default_rng(1)
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        jnp.int32(0), 3, 12, sequence_length=3, period=period, num_earliest_ignored=ignored
-    )
-    removes = jaxbuf.TrajectoryBuffer.create(
-        jnp.int32(0), 3, 12, sequence_length=3, period=period, **REMOVABLE
-    )
-    wide = 0
-    for _ in range(10):
-        rows = np.arange(wide, wide + 15, dtype=np.int32).reshape(3, 5)
-        mask = random.random((3, 5)) < 0.7
-        buffer = jaxbuf.add(buffer, rows, mask=mask)
-        removes = jaxbuf.add(removes, rows, mask=mask)
-        removes = removes.remove(removes.sample(jax.random.key(wide), 1).slots)
-        wide += 15
-        for one in (buffer, removes):
-            slots = live_in_order(one.occupancy)
-            env, start = (np.asarray(x)[slots] for x in split(one.rings))
-            first = np.asarray(one.data)[env * one.length + start]
-            # Ring by ring, and the steps of a ring are numbers that rise.
-            np.testing.assert_array_equal(np.lexsort((first, env)), np.arange(first.size))
-            assert first.size == one.num_windows
 
 
 def test_an_occupancy_of_ones_own():

@@ -7,7 +7,6 @@ import pytest
 from scipy import stats
 
 from jaxbuf.core.random import random_words
-from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
@@ -23,32 +22,6 @@ def exclude(subset, index):
 @jax.jit
 def place(subset, mask):
     return subset.place(mask.shape[0], mask, None)
-
-
-@jax.jit
-def look(subset, words):
-    return subset.size, subset.live(jnp.arange(-2, CAPACITY + 2)), subset.draw(words)
-
-
-def test_random_operations_agree_with_a_set():
-    random = np.random.default_rng(0)
-    subset: Occupancy = Subset.create(Ring.create(CAPACITY), CAPACITY)
-    members: set[int] = set()
-    for _ in range(40):
-        if random.random() < 0.6:
-            subset, index = place(subset, jnp.asarray(random.random(9) < 0.5))
-            members |= {int(i) for i in index if i < CAPACITY}
-        else:
-            index = random.integers(-1, CAPACITY + 1, 6)
-            subset = exclude(subset, jnp.asarray(index, jnp.int32))
-            members -= set(index.tolist())
-        size, live, drawn = look(subset, random_words(jax.random.key(1), (300,)))
-        assert size == len(members)
-        assert set((np.flatnonzero(live) - 2).tolist()) == members
-        if members:
-            assert set(np.asarray(drawn).tolist()) <= members
-    cleared = subset.clear()
-    assert (int(cleared.size), int(subset.size)) == (0, len(members))
 
 
 def test_members_before_a_slot():

@@ -14,7 +14,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.strategies.points import Ball, Points
-from tests.models import diversity as reference_diversity
+from tests.models import items as reference
 
 INF = math.inf
 
@@ -146,16 +146,6 @@ def test_infinities_are_near_their_like_and_far_from_the_rest():
     assert numbers(buffer) == [0, 1, 3, 5]
 
 
-@pytest.mark.parametrize("active", ["always", "full"])
-def test_a_point_with_nan_is_refused_alone(active):
-    buffer = create(jaxbuf.Diversity(1.0, active=active), 3)
-    buffer = jaxbuf.add(buffer, rows([0, np.nan, 5, 9, 20]), score=scores(1, 9, 1, np.nan, 2))
-    assert numbers(buffer) == [0, 2, 4]
-    assert buffer.metrics()["rejected"] == 2
-    buffer = jaxbuf.add(buffer, rows([np.nan, 30], 5), score=scores(5, 5))
-    assert 6 in numbers(buffer)
-
-
 def test_below_zero_no_distance_counts():
     buffer = create(jaxbuf.Diversity(-1.0, active="full"), 2)
     buffer = jaxbuf.add(buffer, rows([0, 0]), score=scores(1, 2))
@@ -172,57 +162,36 @@ def test_oldest_is_no_judge_of_scores():
     assert refused(buffer) == {"low_score": 0, "within_batch": 3, "near_buffer": 0}
 
 
-# Capacity, rows and width; norm and cutoff; and the choices.
-CASES = [
-    ((1, 1, 3), (1.0, 0.5), ("suppress", "always", "lowest")),
-    ((7, 5, 1), (2.0, 0.7), ("suppress", "full", "lowest")),
-    ((7, 5, 1), (1.0, 0.75), ("greedy", "always", "oldest")),
-    ((20, 30, 2), (INF, 0.25), ("greedy", "full", "lowest")),
-    ((300, 150, 9), (3.0, 0.6), ("suppress", "full", "lowest")),
-    ((300, 150, 9), (2.0, 0.5), ("greedy", "always", "lowest")),
-    ((20, 30, 2), (0.5, 1.1), ("suppress", "full", "lowest")),
-    ((300, 150, 9), (0.0, 2.0), ("greedy", "always", "lowest")),
-]
-
-
-def random_batches(count, width, steps, seed):
-    """Points on a coarse grid, so that many pairs are near, equal, or exactly at a cutoff."""
-    rng = np.random.default_rng(seed)
-    span = {1: 40, 2: 6, 9: 1}.get(width, 2)
-    for i in range(steps):
-        points = rng.integers(0, span * 4, (count, width)) / 4
-        score = rng.integers(0, 30, count) + i / 2
+@pytest.mark.parametrize(
+    ("p", "cutoff", "options"),
+    [
+        (3.0, 0.6, {"within_batch": "suppress", "active": "full"}),
+        (2.0, 0.5, {"within_batch": "greedy"}),
+        (0.0, 2.0, {"within_batch": "greedy"}),
+    ],
+)
+def test_random_adds_to_large_buffers_agree_with_the_model(p, cutoff, options):
+    """`tests/contract/test_machines.py` has small ones."""
+    rng, capacity, count, width = np.random.default_rng(300), 300, 150, 9
+    buffer = create(jaxbuf.Diversity(cutoff, p, **options), capacity, width)
+    near = reference.Near(cutoff, p, **options)
+    twin = reference.ItemBuffer(capacity, lowest=True, filter=near)
+    for i in range(6):
+        # On a coarse grid, so that many pairs are near, equal, or exactly at a cutoff.
+        points = (rng.integers(0, 4, (count, width)) / 4).astype(np.float32)
+        score = (rng.integers(0, 30, count) + i / 2).astype(np.float32)
         bad = rng.random((2, count)) < 0.02
         points[bad[0], 0] = np.nan
-        score[bad[1]] = rng.choice([np.nan, -INF], bad[1].sum())
-        if i in (100, 200):
-            # Few, for they stay.
-            score[0] = INF
-        yield points.astype(np.float32), score.astype(np.float32), rng.random(count) < 0.8
-
-
-@pytest.mark.parametrize(("shape", "norm", "choices"), CASES)
-def test_random_adds_against_the_model(shape, norm, choices):
-    capacity, count, width = shape
-    p, cutoff = norm
-    within_batch, active, evictor = choices
-    diversity = jaxbuf.Diversity(cutoff, p, within_batch=within_batch, active=active)
-    chosen = jaxbuf.Oldest() if evictor == "oldest" else jaxbuf.Lowest()
-    buffer = create(diversity, capacity, width, chosen)
-    twin = reference_diversity.Diverse(
-        capacity, cutoff, p, within_batch=within_batch, active=active, evictor=evictor
-    )
-    observe = jax.jit(lambda buffer: (occupied(buffer), buffer.data["number"], buffer.metrics()))
-    steps = {7: 500, 300: 6}.get(capacity, 100)
-    for i, (points, score, mask) in enumerate(random_batches(count, width, steps, capacity)):
+        score[bad[1]] = rng.choice([np.nan, -INF, INF], bad[1].sum())
+        mask = rng.random(count) < 0.8
         buffer = jaxbuf.add(buffer, rows(points, i * count), score=score, mask=mask)
-        twin.add(points, score, mask)
-        live, number, metrics = jax.device_get(observe(buffer))
-        assert sorted(number[live].tolist()) == twin.numbers
-        assert {name: metrics[f"refused_{name}"] for name in REASONS} == twin.refused
-        assert metrics["rejected"] == twin.rejected
+        twin.add([{"point": point} for point in points], None, mask, score)
+        assert numbers(buffer) == sorted(item.number for item in twin.live)
+        assert refused(buffer) == near.refused
+        assert buffer.metrics()["rejected"] == twin.rejected
     testing.assert_valid(buffer)
-    assert bool(twin.refused["within_batch"] and twin.refused["near_buffer"]) == (count > 1)
+    assert near.refused["within_batch"]
+    assert near.refused["near_buffer"]
 
 
 @pytest.mark.parametrize(
@@ -279,15 +248,6 @@ def test_eager_is_the_same():
     eager = empty.add(items, score=score)
     assert numbers(eager) == [0, 2]
     chex.assert_trees_all_equal(eager, jaxbuf.add(empty, items, score=score))
-
-
-def test_a_cleared_buffer_remembers_no_point():
-    buffer = create(jaxbuf.Diversity(1.0), 4)
-    buffer = jaxbuf.add(buffer, rows([0, 9]), score=scores(1, 1))
-    cleared = buffer.clear()
-    jaxbuf.add(buffer, rows([0, 1]), score=scores(1, 1))
-    cleared = jaxbuf.add(cleared, rows([0, 20], 2), score=scores(1, 1))
-    assert numbers(cleared) == [2, 3]
 
 
 def test_without_a_filter_a_buffer_has_no_more_leaves():

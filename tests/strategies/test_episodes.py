@@ -11,12 +11,9 @@ import pytest
 from scipy import stats
 
 import jaxbuf
-from jaxbuf import testing
 from jaxbuf.strategies import returns as module
-from tests.models import episodes as reference
 
 DISTINCT = jaxbuf.Uniform(replacement=False)
-DISTINCT_PRIORITIES = jaxbuf.Prioritized(alpha=1.0, replacement=False)
 EXAMPLE = {
     "t": jax.ShapeDtypeStruct((), jnp.int32),
     "reward": jax.ShapeDtypeStruct((), jnp.float32),
@@ -79,167 +76,12 @@ def look(buffer, env, position):
     }
 
 
-@jax.jit
-def mask_of(buffer, slots):
-    return buffer.episode_mask(slots)
-
-
 def windows(buffer):
     """``{slot: (steps, probability)}`` of a buffer without replacement."""
     slots = buffer.capacity // buffer.period
     sample = jax.device_get(jaxbuf.sample(buffer, jax.random.key(0), slots))
     rows = zip(sample.slots.index, sample.data["t"], sample.probability, sample.valid, strict=True)
     return {int(i): (t.tolist(), float(p)) for i, t, p, valid in rows if valid}
-
-
-CONFIGURATIONS = {
-    "avoid-mixed-alf": (
-        (2, 12, 4, 2, jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.2, replacement=False)),
-        {"boundary": "avoid", "last": "end.last", "recurrence": "alf", **RETURNS},
-    ),
-    "avoid-uniform-lives": (
-        (2, 8, 3, 1, DISTINCT),
-        {"boundary": "avoid", "last": "end.last", "reward_clip": (-0.5, 0.5), **RETURNS},
-    ),
-    "whole-windows": (
-        (2, 9, 3, 1, DISTINCT_PRIORITIES),
-        {"boundary": "avoid", "short_windows": "never", **RETURNS},
-    ),
-    "from-the-start": (
-        (2, 12, 4, 1, DISTINCT_PRIORITIES),
-        {"boundary": "avoid", "short_windows": "ended", "every": 3, **RETURNS},
-    ),
-    "masked-from-the-start": ((2, 12, 4, 1, DISTINCT), {"boundary": "mask", "every": 2, **RETURNS}),
-}
-
-
-def twin_of(shape, options):
-    *sizes, sampler = shape
-    prioritized = isinstance(sampler, jaxbuf.Prioritized)
-    return reference.Episodes(
-        *sizes,
-        avoid=options["boundary"] == "avoid",
-        alf=options.get("recurrence") == "alf",
-        discount=options["discount"],
-        default=options["default_return"],
-        clip=options.get("reward_clip"),
-        short=options.get("short_windows", "terminated"),
-        every=options.get("every", 1),
-        alpha=1.0 if prioritized else None,
-        uniform_mix=sampler.uniform_mix if prioritized else 0.0,
-    )
-
-
-def assert_same(buffer, twin):
-    length = twin.length
-    for env, history in enumerate(twin.history):
-        # The same number of steps every time, some of them gone or not yet added.
-        t = len(history) + 2 - np.arange(length + 5)
-        # Positions grow by a lap where steps are taken back.
-        lap = int(buffer.end_position[env]) - len(history)
-        position = jnp.asarray(t + lap, jnp.int32)
-        said = jax.device_get(look(buffer, jnp.full(t.shape, env), position))
-        for name in ("begin", "held", "terminated"):
-            said[name] = said[name] - np.uint32(lap)
-        for i, step in enumerate(t.tolist()):
-            row = {name: value[i] for name, value in said.items()}
-            if not twin.is_held(env, step):
-                assert row["remaining"] == -1
-                assert (bool(row["first"]), bool(row["last"])) == (False, False)
-                assert row["begin"] == row["held"] == np.uint32(step % 2**32)
-                assert row["return"] == twin.default
-                continue
-            assert row["begin"] == twin.begin(env, step)
-            assert row["terminated"] == twin.last_terminated(env, step)
-            assert row["held"] == next(
-                t for t in range(twin.begin(env, step), step + 1) if twin.is_held(env, t)
-            )
-            assert row["remaining"] == twin.end(env, step) - step
-            assert row["first"] == (twin.begin(env, step) == step)
-            assert row["last"] == history[step].last
-            assert row["return"] == pytest.approx(
-                twin.episode_return(env, step), rel=1e-5, abs=1e-5
-            )
-
-    live = twin.windows
-    expected = {
-        twin.slot(window[0]): (
-            [window[min(i, len(window) - 1)].data.t for i in range(twin.sequence_length)],
-            probability,
-        )
-        for window, probability in zip(live, twin.probabilities(), strict=True)
-        if probability > 0
-    }
-    found = windows(buffer)
-    assert {i: row[0] for i, row in found.items()} == {i: row[0] for i, row in expected.items()}
-    for slot, (_, probability) in expected.items():
-        assert found[slot][1] == pytest.approx(probability, rel=1e-5)
-    count = len(live)
-    assert (buffer.can_sample(), buffer.can_sample(count), buffer.can_sample(count + 1)) == (
-        count > 0, True, False,
-    )  # fmt: skip
-    slots = jaxbuf.sample(buffer, jax.random.key(0), buffer.capacity // buffer.period).slots
-    together = np.asarray(mask_of(buffer, slots))
-    by_slot = {
-        twin.slot(window[0]): twin.mask(window) + [False] * (twin.sequence_length - len(window))
-        for window in live
-    }
-    for slot, mask in zip(slots.index.tolist(), together.tolist(), strict=True):
-        assert mask == by_slot.get(slot, [False] * twin.sequence_length)
-
-
-@pytest.mark.parametrize("configuration", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_random_adds_agree_with_the_twin_after_every_step(configuration):
-    shape, options = configuration
-    num_envs, length, *_, sampler = shape
-    random = np.random.default_rng(3)
-    buffer, twin = create(*shape, **options), twin_of(shape, options)
-    handles, clock = [], 0
-    for turn in range(25):
-        rows = random.choice([0, 3, 2 * length + 1], p=[0.5, 0.4, 0.1])
-        t = clock + np.arange(num_envs * max(rows, 1)).reshape(num_envs, -1)
-        clock = int(t.max()) + 1
-        terminated, truncated = random.random((2, *t.shape)) < 0.12
-        last = terminated | truncated
-        if "last" in options:
-            last = truncated | (terminated & (random.random(t.shape) < 0.5))
-        reward = random.normal(size=t.shape).astype(np.float32)
-        mask = random.random(t.shape) < 0.7
-        data = [
-            [reference.Row(*cell) for cell in zip(*row, strict=True)]
-            for row in zip(*(a.tolist() for a in (t, reward, terminated, last)), strict=True)
-        ]
-        twin.add(data, None, mask)
-        lead = (lambda a: a) if rows else (lambda a: a[:, 0])
-        given = steps(*map(lead, (t, terminated, truncated, reward, last)))
-        buffer = jaxbuf.add(buffer, given, mask=lead(mask))
-        assert_same(buffer, twin)
-        testing.assert_valid(buffer)
-        if turn % 3 == 2:
-            change = ("end_episodes", "drop_newest_episode")[turn % 2]
-            envs = random.random(num_envs) < 0.7
-            buffer = getattr(buffer, change)(jnp.asarray(envs))
-            getattr(twin, change)(np.flatnonzero(envs))
-            # Steps that are taken back make all slots of their environment stale.
-            handles = handles if change == "end_episodes" else []
-            assert buffer.rings.held.tolist() == [len(ring) for ring in twin.rings]
-            assert_same(buffer, twin)
-            testing.assert_valid(buffer)
-        if sampler.uses_priority:
-            sample = jaxbuf.sample(buffer, jax.random.key(clock), 6)
-            by_slot = {twin.slot(w[0]): w[0] for w in twin.windows}
-            names = sample.slots.index.tolist(), sample.slots.generation.tolist()
-            handles += [(i, g, by_slot.get(i)) for i, g in zip(*names, strict=True)]
-            handles = handles[-40:]
-            chosen = [handles[i] for i in random.integers(len(handles), size=5)]
-            value = random.choice([0.0, 0.5, 3.0], size=5).astype(np.float32)
-            index, generation, starts = zip(*chosen, strict=True)
-            slots = jaxbuf.Slots(
-                index=jnp.array(index, jnp.int32), generation=jnp.array(generation, jnp.uint32)
-            )
-            buffer = jaxbuf.update_priority(buffer, slots, value)
-            twin.update_priority(starts, value)
-            assert_same(buffer, twin)
 
 
 def ask(buffer, num_envs, t):
@@ -288,19 +130,6 @@ def test_masks_of_windows_of_another_length():
         avoids.sample(jax.random.key(0), 1, sequence_length=3)
 
 
-def test_the_last_step_that_terminated_may_be_gone():
-    buffer = create(1, 4, last="end.last", record_return=False)
-    for letters in ("..T", "....."):
-        rows = rows_of(letters)
-        rows["end"]["last"] = jnp.zeros_like(rows["end"]["last"])
-        buffer = jaxbuf.add(buffer, rows)
-    env, position = jnp.zeros(4, jnp.int32), jnp.arange(4, 8)
-    found = buffer.episode(env, position)
-    assert found.last_terminated.tolist() == [2] * 4
-    assert found.begin.tolist() == [0] * 4
-    assert buffer.episode(buffer.latest(4).slots).last_terminated.tolist() == [2] * 4
-
-
 def test_returns_by_the_plain_recurrence():
     buffer = create(2, 8, discount=0.5, record_return=True, default_return=-9, reward_clip=(0, 0.5))
     for letters in (("...", "T.."), (".T.", "C.."), ("..", ".T")):
@@ -339,51 +168,6 @@ def test_many_steps_at_once_are_filled_in_as_one_after_the_other(recurrence):
             expected[ring, place] = value
     filled = jax.jit(functools.partial(module._fill, recurrence))(returns.reshape(-1), *arguments)
     np.testing.assert_allclose(filled, expected.reshape(-1), rtol=1e-5, atol=1e-6)
-
-
-def test_a_long_episode_loses_its_head():
-    buffer = create(1, 4, **RETURNS)
-    buffer = jaxbuf.add(buffer, rows_of("T....."))
-    said = ask(buffer, 1, range(6))
-    assert said["begin"].tolist() == [[0, 1, 1, 1, 1, 1]]
-    assert said["remaining"].tolist() == [[-1, -1, 3, 2, 1, 0]]
-    buffer = jaxbuf.add(buffer, rows_of("T."))
-    said = ask(buffer, 1, range(8))
-    assert said["begin"].tolist()[0][4:] == [1, 1, 1, 7]
-    assert said["remaining"].tolist()[0][4:] == [2, 1, 0, 0]
-    assert said["last"].tolist()[0][4:] == [False, False, True, False]
-    np.testing.assert_allclose(said["return"][0, 3:], [-50, 2.71, 1.9, 1, -50], rtol=1e-6)
-
-
-def test_clearing_and_dequeuing():
-    buffer = create(2, 6, 2, boundary="avoid", sampler=DISTINCT_PRIORITIES, **RETURNS)
-    buffer = jaxbuf.add(buffer, rows_of("..T...", ".T...."))
-    assert sorted(windows(buffer)) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
-    buffer, _ = jax.jit(lambda b: b.dequeue(2))(buffer)
-    assert sorted(windows(buffer)) == [2, 3, 4, 8, 9, 10]
-    assert buffer.metrics()["windows"] == 6
-    assert ask(buffer, 2, range(6))["remaining"].tolist() == [
-        [-1, -1, 0, 2, 1, 0],
-        [-1, -1, 3, 2, 1, 0],
-    ]
-    buffer = jax.jit(lambda b: b.clear(jnp.array([0])))(buffer)
-    assert sorted(windows(buffer)) == [8, 9, 10]
-    buffer = jaxbuf.add(buffer, rows_of("T.", "T."))
-    # The first of these steps begins an episode in the one ring and ends one in the other.
-    end = buffer.end_position
-    env = jnp.arange(2, dtype=jnp.int32)
-    found = buffer.episode(env, end - jnp.uint32(2))
-    assert (end - found.begin).tolist() == [2, 6]
-    np.testing.assert_allclose(found.value, [1.0, 1.0])
-    assert [row[0] for row in windows(buffer).values()] != []
-    cleared = buffer.clear()
-    assert not cleared.can_sample()
-    cleared = jaxbuf.add(cleared, rows_of("..", ".."))
-    assert sorted(windows(cleared)) == [0, 6]
-    assert (
-        cleared.episode(env, cleared.end_position - jnp.uint32(1)).begin.tolist()
-        == (cleared.end_position - jnp.uint32(2)).tolist()
-    )
 
 
 def test_past_2_to_the_32_steps():
@@ -618,26 +402,6 @@ def test_a_learner_sees_the_reward_at_the_end(boundary, n, every):
     np.testing.assert_allclose(q, 0.9 ** np.arange(size - 1, -1, -1), atol=0.02)
 
 
-def test_an_episode_shorter_than_a_window_is_drawn_when_it_terminates():
-    buffer = create(3, 8, 4, boundary="avoid", sampler=jaxbuf.Uniform())
-    assert not buffer.can_sample()
-    buffer = jaxbuf.add(buffer, rows_of(".T", ".C", ".."))
-    assert windows(create(3, 8, 4, boundary="avoid").add(rows_of(".T", ".C", ".."))) == {
-        0: ([0, 1, 1, 1], pytest.approx(0.5)),
-        1: ([1, 1, 1, 1], pytest.approx(0.5)),
-    }
-    batch = buffer.sample(jax.random.key(0), 16)
-    mask = np.asarray(buffer.episode_mask(batch.slots))
-    assert mask.sum(axis=1).tolist() == [2 - i for i in batch.slots.index.tolist()]
-    both = create(3, 8, 4, boundary="avoid", short_windows="ended")
-    both = jaxbuf.add(both, rows_of(".T", ".C", ".."))
-    assert sorted(windows(both)) == [0, 1, 8, 9]
-    ended = both.end_episodes()
-    assert sorted(windows(ended)) == [0, 1, 8, 9, 16, 17]
-    assert ended.data["end"]["truncated"][1::8].tolist() == [False, True, True]
-    testing.assert_valid(ended)
-
-
 @pytest.mark.parametrize("recurrence", ["plain", "alf"])
 def test_ending_open_episodes_once_and_in_scans_of_lanes(recurrence):
     buffer = create(2, 8, 2, last="end.last", recurrence=recurrence, **RETURNS)
@@ -663,35 +427,3 @@ def test_ending_open_episodes_once_and_in_scans_of_lanes(recurrence):
     assert more.episode(env, position).begin.tolist() == [2, 4]
     with pytest.raises(ValueError, match="end_episodes was called, but episodes is None"):
         jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 4).end_episodes()
-
-
-def test_slots_of_a_dropped_episode_stay_stale():
-    buffer = create(1, 6, 2, sampler=DISTINCT_PRIORITIES)
-    buffer = jaxbuf.add(buffer, rows_of(".T.."))
-    before = buffer.sample(jax.random.key(0), 3).slots
-    buffer = jax.jit(lambda b: b.drop_newest_episode())(buffer)
-    assert (int(buffer.size), sorted(windows(buffer))) == (2, [0])
-    for _ in range(3):
-        buffer = jaxbuf.add(buffer, rows_of("..."))
-        assert not buffer.occupancy.holds(before).any()
-    assert buffer.episode(jnp.array([0]), buffer.end_position - 1).begin.tolist() == [8]
-
-
-def test_a_window_that_has_gone_has_no_steps_of_an_episode():
-    step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
-    episodes = jaxbuf.Episodes(boundary="mask")
-    buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 2, sequence_length=2, episodes=episodes)
-    steps = {"reward": jnp.zeros((1, 2)), "terminated": jnp.zeros((1, 2), bool)}
-    buffer = buffer.add(steps)
-    slots = buffer.latest(1).slots
-    assert buffer.episode_mask(slots).all()
-    assert not buffer.add(steps).episode_mask(slots).any()
-
-
-def test_windows_that_reach_into_a_dropped_episode_have_no_mass():
-    step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
-    options = {"sampler": jaxbuf.Prioritized(), "episodes": jaxbuf.Episodes(boundary="mask")}
-    buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, sequence_length=2, **options)
-    ends = jnp.array([[False, True, False, False]])
-    buffer = buffer.add({"reward": jnp.zeros((1, 4)), "terminated": ends}).drop_newest_episode()
-    assert (int(buffer.size), int(buffer.sampler_state.nnz)) == (2, 1)

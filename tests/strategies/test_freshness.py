@@ -9,7 +9,6 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core.slots import Slots
-from tests.models import freshness as reference_freshness
 
 KEY = jax.random.key(0)
 UNIFORM = jaxbuf.Uniform()
@@ -45,7 +44,6 @@ def names(buffer, items):
 mark = jax.jit(lambda buffer, slots: buffer.mark_used(slots))
 advance = jax.jit(lambda buffer, version: buffer.set_version(version))
 report = jax.jit(lambda buffer: buffer.metrics())
-told = jax.jit(lambda buffer, slots: (buffer.use_count(slots), buffer.staleness(slots)))
 in_session = jax.jit(lambda buffer, version, session: buffer.set_version(version, session=session))
 
 
@@ -106,51 +104,6 @@ def test_beta_anneals_as_published_without_a_new_trace():
     np.testing.assert_allclose(weights, [4**-0.400006, 4**-0.400012], rtol=1e-6)
 
 
-def test_uses_of_duplicates_count_each():
-    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=3)), integers(5, 6))
-    slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, 2), names(buffer, [5]))
-    buffer = mark(buffer, slots)
-    assert buffer.use_count(names(buffer, [5, 6])).tolist() == [2, 0]
-    buffer = mark(buffer, slots)
-    assert held(buffer) == [6]
-    assert buffer.metrics()["retired_used"] == 1
-    # A retired item counts no more uses, and the item in its place starts at 0.
-    buffer = mark(buffer, slots)
-    buffer = jaxbuf.add(buffer, jnp.arange(10, 18, dtype=jnp.int32))
-    assert buffer.use_count(names(buffer, [10, 17])).tolist() == [0, 0]
-    buffer = mark(buffer, Slots(slots.index, buffer.occupancy.generation(slots.index)))
-    assert buffer.use_count(slots).tolist() == [0, 0]
-
-
-def test_a_refused_stale_item_evicts_nothing():
-    buffer = create(jaxbuf.Freshness(max_staleness=3), 2)
-    buffer = jaxbuf.add(advance(buffer, 5), integers(1, 2), version=integers(5, 5))
-    buffer = jaxbuf.add(buffer, integers(3, 4), version=integers(2, 0))
-    assert held(buffer) == [1, 2]
-    assert buffer.metrics()["refused_stale"] == 2
-    buffer = jaxbuf.add(buffer, integers(5, 6, 7), version=integers(3, 2, 9))
-    assert held(buffer) == [5, 7]
-    assert buffer.staleness(names(buffer, [5, 7])).tolist() == [2, -4]
-
-
-def test_stale_items_expire_wherever_they_lie():
-    buffer = create(jaxbuf.Freshness(max_staleness=3), 5)
-    buffer = jaxbuf.add(buffer, integers(0, 1, 2, 3), version=integers(9, 0, 7, 1))
-    assert held(advance(buffer, 4)) == [0, 2]
-    assert held(advance(buffer, 10)) == [0]
-
-
-def test_another_session_retires_everything():
-    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_staleness=5)), integers(0, 1))
-    buffer = in_session(buffer, 2, 0)
-    assert int(buffer.size) == 2
-    buffer = in_session(buffer, 0, 1)
-    assert int(buffer.size) == 0
-    buffer = jaxbuf.add(buffer, integers(2), version=integers(0))
-    assert held(in_session(buffer, 1, 1)) == [2]
-    assert not bool(jnp.any(jaxbuf.sample(in_session(buffer, 1, 2), KEY, 3).valid))
-
-
 @pytest.mark.parametrize("max_staleness", [None, 5])
 def test_a_late_item_of_another_session_is_refused(max_staleness):
     """Or its version, which counts from elsewhere, would make it fresher than all others."""
@@ -198,18 +151,6 @@ def test_what_is_live_tells_what_has_left():
         assert (named | left) - now == left
         named = now
     assert named == set()
-
-
-def test_a_chunk_is_reused_as_often_as_published():
-    """Two chunks of two fragments, each used twice: the third chunk evicts the first."""
-    buffer = create(jaxbuf.Freshness(max_use=2), 2, jaxbuf.Uniform(replacement=False))
-    for chunk in (0, 2, 10):
-        buffer = jaxbuf.add(buffer, integers(chunk))
-    assert held(buffer) == [2, 10]
-    buffer = mark(buffer, names(buffer, [2]))
-    buffer = mark(buffer, names(buffer, [2, 10]))
-    assert held(buffer) == [10]
-    assert buffer.use_count(names(buffer, [10])).tolist() == [1]
 
 
 def chunks_of(accumulator, fragments, number, version):
@@ -311,58 +252,6 @@ def test_no_sampler_draws_what_has_retired(sampler):
         assert 7 not in drawn.tolist()
 
 
-def test_under_lowest_retired_items_go_first():
-    buffer = create(jaxbuf.Freshness(max_use=1), 3, evictor=jaxbuf.Lowest())
-    buffer = jaxbuf.add(buffer, integers(1, 2, 3), score=jnp.array([1.0, 2.0, 3.0]))
-    buffer = mark(buffer, names(buffer, [3, 2]))
-    assert held(buffer) == [1]
-    assert buffer.metrics()["score_max"] == 1
-    buffer = jaxbuf.add(buffer, integers(4, 5, 6), score=jnp.array([-jnp.inf, 0.0, -3.0]))
-    assert held(buffer) == [1, 5, 6]
-
-
-CASES = [(7, 2, 3, ">="), (13, None, 4, ">"), (200, 3, 6, ">="), (5, 1, None, ">=")]
-
-
-@pytest.mark.parametrize(("capacity", "max_use", "max_staleness", "comparison"), CASES)
-def test_random_operations_against_the_model(capacity, max_use, max_staleness, comparison):
-    rng = np.random.default_rng(capacity)
-    freshness = jaxbuf.Freshness(max_use, max_staleness, comparison)
-    buffer = create(freshness, capacity, jaxbuf.Prioritized())
-    twin = reference_freshness.Fresh(capacity, max_use, max_staleness, comparison)
-    count, version, session = max(capacity // 4, 2), 0, 0
-    for step in range(60):
-        numbers = twin.offered + np.arange(count, dtype=np.int32)
-        versions = (version - rng.integers(-1, 6, count)).astype(np.int32)
-        mask = rng.random(count) < 0.8
-        sessions = (session - (rng.random(versions.shape) < 0.1)).astype(np.int32)
-        buffer = jaxbuf.add(
-            buffer, jnp.asarray(numbers), version=versions, session=sessions, mask=mask
-        )
-        twin.add(versions, sessions, mask)
-        batch = jaxbuf.sample(buffer, jax.random.key(step), 16)
-        drawn = np.asarray(batch.data)[np.asarray(batch.valid)].tolist()
-        assert all(twin.holds(number) for number in drawn)
-        found = [twin.holds(number) for number in drawn]
-        uses, behind = (np.asarray(row)[batch.valid] for row in told(buffer, batch.slots))
-        assert uses.tolist() == [item.uses for item in found]
-        assert behind.tolist() == [version - item.version for item in found]
-        buffer = mark(buffer, batch.slots)
-        twin.mark_used(drawn)
-        assert held(buffer) == sorted(item.number for item in twin.live)
-        session += rng.random() < 0.05
-        version += int(rng.integers(0, 2))
-        buffer = in_session(buffer, version, session)
-        twin.set_version(version, session)
-        assert held(buffer) == sorted(item.number for item in twin.live)
-        testing.assert_valid(buffer)
-        metrics = jax.device_get(report(buffer))
-        for name in ("refused_stale", "retired_used", "retired_stale"):
-            assert metrics[name] == getattr(twin, name)
-        assert metrics["use_max"] == max([item.uses for item in twin.live], default=0)
-        assert metrics["size"] == len(twin.live)
-
-
 def test_stale_items_are_found_in_every_block():
     """More slots than are looked at together, of which any may hold an item of any version."""
     rng, slots = np.random.default_rng(0), 20_000
@@ -401,17 +290,6 @@ def test_retirement_passes_over_no_array_of_all_slots():
     for buffer in (items, rings):
         compiled = jax.jit(turns, donate_argnums=0).lower(buffer).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < slots
-
-
-def test_a_cleared_buffer_keeps_the_version_and_forgets_the_uses():
-    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=2, max_staleness=4)), integers(1, 2))
-    slots = names(buffer, [1, 2])
-    buffer = mark(advance(buffer, 3), slots)
-    cleared = buffer.clear()
-    assert (int(cleared.size), int(cleared.metrics()["version"])) == (0, 3)
-    cleared = mark(jaxbuf.add(cleared, integers(3, 4)), slots)
-    assert held(cleared) == [3, 4]
-    assert held(advance(cleared, 6)) == [3, 4]
 
 
 def test_without_limits_a_buffer_has_no_more_leaves():

@@ -7,7 +7,6 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from tests.models import freshness as reference_freshness
 
 KEY = jax.random.key(0)
 
@@ -54,52 +53,6 @@ def test_a_window_is_as_stale_as_its_first_step(comparison, counts):
     assert int(advance(buffer, 15).size) == 8
 
 
-def test_a_window_is_used_up_and_its_steps_stay():
-    buffer = create(jaxbuf.Freshness(max_use=2), sampler=jaxbuf.Prioritized())
-    buffer = jaxbuf.add(buffer, steps(0, 4))
-    batch = jaxbuf.sample(buffer, KEY, 1)
-    slots, first = batch.slots, int(batch.data[0, 0])
-    buffer = mark(buffer, slots)
-    assert buffer.use_count(slots).tolist() == [1]
-    buffer = mark(buffer, slots)
-    assert first not in firsts(buffer)
-    assert (int(buffer.size), int(buffer.occupancy.size)) == (8, 5)
-    batch = jaxbuf.sample(buffer, KEY, 64)
-    assert set(batch.data[:, 0].tolist()) <= set(firsts(buffer))
-    assert bool(jnp.any(batch.data[:, 1] == first)) or first in (0, 100)
-
-
-def test_stale_steps_stay_in_place_but_start_no_window():
-    buffer = advance(create(jaxbuf.Freshness(max_staleness=3)), 10)
-    versions = jnp.array([[10, 2, 2, 10], [8, 8, 8, 8]], jnp.int32)
-    buffer = jaxbuf.add(buffer, steps(0, 4), version=versions)
-    buffer = jaxbuf.add(buffer, steps(4, 1), version=jnp.array([10, 2], jnp.int32))
-    assert firsts(buffer) == [0, 3, 100, 101, 102, 103]
-    assert (int(buffer.size), int(buffer.metrics()["refused_stale"])) == (10, 2)
-    buffer = jaxbuf.add(buffer, steps(5, 1), version=jnp.array([10, 10], jnp.int32))
-    assert firsts(buffer) == [0, 3, 4, 100, 101, 102, 103]
-
-
-def test_a_learner_that_goes_back_tolerates_what_it_did_not():
-    buffer = create(jaxbuf.Freshness(max_staleness=10), sequence_length=3)
-    buffer = jaxbuf.add(buffer, steps(0, 2), version=jnp.zeros((2, 2), jnp.int32))
-    # Too stale a while before they are complete.
-    buffer = advance(advance(buffer, 10), 5)
-    buffer = jaxbuf.add(buffer, steps(2, 2))
-    assert firsts(buffer) == [0, 1, 100, 101]
-    assert firsts(advance(buffer, 9)) == [0, 1, 100, 101]
-    assert firsts(advance(buffer, 10)) == []
-
-
-def test_what_an_earlier_session_began_is_never_drawn():
-    buffer = jaxbuf.add(create(jaxbuf.Freshness(), sequence_length=3), steps(0, 4))
-    assert firsts(buffer) == [0, 1, 100, 101]
-    buffer = in_session(buffer, 0, 1)
-    assert firsts(buffer) == []
-    buffer = jaxbuf.add(buffer, steps(4, 3))
-    assert firsts(buffer) == [4, 104]
-
-
 @pytest.mark.parametrize("max_staleness", [None, 5])
 def test_late_steps_of_another_session_start_no_window(max_staleness):
     buffer = in_session(create(jaxbuf.Freshness(max_staleness=max_staleness)), 0, 1)
@@ -129,65 +82,6 @@ def test_windows_across_episodes_are_avoided_too():
     buffer = jaxbuf.add(buffer, {"step": steps(0, 4), "terminated": terminated}, version=versions)
     assert firsts(buffer) == [0, 1, 2, 100, 101, 102]
     assert firsts(advance(buffer, 5)) == [2, 100, 101, 102]
-
-
-@pytest.mark.parametrize(
-    ("num_envs", "length", "sequence_length", "limits"),
-    [(2, 7, 3, (2, 3, ">=")), (3, 70, 2, (None, 4, ">")), (1, 5, 1, (1, None, ">="))],
-)
-def test_random_operations_against_the_model(num_envs, length, sequence_length, limits):
-    rng = np.random.default_rng(length)
-    buffer = create(
-        jaxbuf.Freshness(*limits),
-        length,
-        num_envs,
-        sequence_length,
-        sampler=jaxbuf.Prioritized(),
-    )
-    twin = reference_freshness.FreshWindows(num_envs, length, sequence_length, *limits)
-    version = session = 0
-    for turn in range(40):
-        numbers = 3 * turn + 1000 * np.arange(num_envs)[:, None] + np.arange(3)[None]
-        versions = (version - rng.integers(-1, 5, numbers.shape)).astype(np.int32)
-        mask = rng.random(numbers.shape) < 0.8
-        sessions = (session - (rng.random(numbers.shape) < 0.1)).astype(np.int32)
-        buffer = jaxbuf.add(
-            buffer, numbers.astype(np.int32), version=versions, session=sessions, mask=mask
-        )
-        twin.add(numbers, versions, sessions, mask)
-        assert firsts(buffer) == sorted(twin.live)
-        batch = jaxbuf.sample(buffer, jax.random.key(turn), 8)
-        drawn = np.asarray(batch.data[:, 0])[np.asarray(batch.valid)].tolist()
-        live = twin.live
-        assert set(drawn) <= set(live)
-        valid = np.asarray(batch.valid)
-        uses = np.asarray(buffer.use_count(batch.slots))[valid].tolist()
-        behind = np.asarray(buffer.staleness(batch.slots))[valid].tolist()
-        assert uses == [live[number].uses for number in drawn]
-        assert behind == [version - live[number].version for number in drawn]
-        buffer = mark(buffer, batch.slots)
-        twin.mark_used(drawn)
-        assert firsts(buffer) == sorted(twin.live)
-        session += rng.random() < 0.1
-        version += int(rng.integers(0, 2))
-        buffer = in_session(buffer, version, session)
-        twin.set_version(version, session)
-        assert firsts(buffer) == sorted(twin.live)
-        testing.assert_valid(buffer)
-        metrics = buffer.metrics()
-        assert metrics["windows"] == len(twin.live)
-        for name in ("refused_stale", "retired_used", "retired_stale"):
-            assert metrics[name] == getattr(twin, name)
-
-
-def test_cleared_windows_are_gone_and_the_version_stays():
-    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=2, max_staleness=4)), steps(0, 4))
-    buffer = advance(buffer, 3)
-    assert firsts(buffer.clear(jnp.array([0]))) == [100, 101, 102]
-    cleared = buffer.clear()
-    assert (int(cleared.occupancy.size), int(cleared.metrics()["version"])) == (0, 3)
-    again = jaxbuf.add(cleared, steps(10, 2))
-    assert firsts(again) == [10, 110]
 
 
 @pytest.mark.parametrize("length", [4, 200])
