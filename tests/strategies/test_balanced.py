@@ -162,13 +162,6 @@ def test_items_are_one_environment():
         )
 
 
-def test_an_empty_buffer_and_equal_samplers():
-    for replacement in (True, False):
-        empty = filled([0, 0], jaxbuf.Balanced(replacement))
-        batch = empty.sample(jax.random.key(0), 3)
-        assert not batch.valid.any()
-        np.testing.assert_array_equal(batch.probability, 0.0)
-        assert empty.support().count == 0
-        assert empty.metrics()["effective_sample_size"] == 0
+def test_equal_samplers():
     assert jaxbuf.Balanced(np.bool_(True)) == jaxbuf.Balanced()
     assert hash(jaxbuf.Balanced(False)) == hash(jaxbuf.Balanced(replacement=False))

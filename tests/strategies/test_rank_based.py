@@ -203,64 +203,6 @@ def test_windows_have_ranks():
     assert buffer.sample(KEY, 4).valid.all()
 
 
-def test_it_is_the_base_of_recent_and_a_part_of_mixtures():
-    sampler = jaxbuf.Recent(0.5, 1, jaxbuf.RankBased(alpha=1.0))
-    recent = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)
-    recent = recent.add(jnp.arange(3), priority=jnp.array([1.0, 3.0, 2.0]))
-    testing.assert_valid(recent)
-    expected = shares([1 / 3, 1, 1 / 2]) / 2 + np.array([0, 0, 0.5])
-    np.testing.assert_allclose(law_of(recent)[:3], expected, rtol=1e-6)
-    mixture = jaxbuf.Mixture.create([filled(PRIORITIES), recent], [1, 1])
-    batch = jaxbuf.sample(mixture, KEY, 8)
-    law = np.concatenate([shares(by_rank(PRIORITIES, 0.7)), expected, [0]]) / 2
-    np.testing.assert_allclose(batch.probability, law[batch.slots.index], rtol=1e-5)
-    assert jaxbuf.update_priority(mixture, batch.slots, jnp.ones(8)).size == 10
-
-
-def test_a_hosted_buffer_draws_by_rank():
-    buffer = jaxbuf.Hosted.create(lambda: filled(PRIORITIES), to=jax.devices()[0])
-    batch = jaxbuf.sample(buffer, KEY, 8)
-    law = shares(by_rank(PRIORITIES, 0.7))
-    np.testing.assert_allclose(batch.probability, law[batch.data], rtol=1e-5)
-    buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.full(8, 9.0))
-    assert buffer.metrics()["priority_max"] == 9
-
-
-def test_a_sharded_buffer_refuses_it():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def make():
-        return jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=jaxbuf.RankBased())
-
-    with pytest.raises(ValueError, match=r"RankBased\(.*does not draw from shards"):
-        jaxbuf.Sharded.create(make, mesh, "data")
-
-
-@pytest.mark.parametrize("sort_every", [1, 1000])
-def test_neither_a_sort_nor_a_change_copies(sort_every):
-    sampler = jaxbuf.RankBased(sort_every=sort_every)
-    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(8), 2**12, sampler=sampler)
-
-    def step(buffer, key):
-        buffer = buffer.add(jnp.ones((64, 8)))
-        batch = buffer.sample(key, 32)
-        return buffer.update_priority(batch.slots, batch.data[:, 0]), batch.probability
-
-    keys = jax.random.split(KEY, 3)
-    testing.assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
-
-
-def test_an_empty_buffer_and_clear():
-    buffer = filled(PRIORITIES, 9)
-    for empty in (buffer.anew(), buffer.clear()):
-        testing.assert_valid(empty)
-        batch = empty.sample(KEY, 4)
-        assert not batch.valid.any()
-        np.testing.assert_array_equal(batch.probability, 0)
-        assert empty.support().count == 0
-        assert empty.metrics()["effective_sample_size"] == 0
-
-
 @pytest.mark.parametrize("by", ["priority", "score"])
 def test_metrics(by):
     metrics = filled([4.0, 1.0, 1.0], 5, by, alpha=1.0).metrics()

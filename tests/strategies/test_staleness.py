@@ -167,53 +167,6 @@ def test_in_a_blend_all_draws_count():
     np.testing.assert_allclose(law_of(buffer), 0.9 * np.eye(3)[1] + 0.1 * stale, rtol=1e-5)
 
 
-def test_it_is_the_base_of_recent_and_a_part_of_mixtures():
-    recent = jaxbuf.Recent(0.5, 1, jaxbuf.Staleness())
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=recent).add(jnp.arange(3))
-    mixture = jaxbuf.Mixture.create([filled(TIMES, 7), buffer], [1, 1])
-    mixture, batch = jaxbuf.next_batch(mixture, KEY, 8)
-    assert mixture.parts[0].sampler_state.batches == 8
-    assert mixture.parts[1].sampler_state.batches == 1
-    assert mixture.parts[1].sampler_state.last[2] == 1
-    assert batch.valid.all()
-
-
-def test_a_hosted_buffer_counts():
-    buffer = jaxbuf.Hosted.create(lambda: filled(TIMES, 7), to=jax.devices()[0])
-    buffer, _ = jaxbuf.next_batch(buffer, KEY, 8)
-    assert buffer.buffer.sampler_state.batches == 8
-
-
-def test_a_sharded_buffer_refuses_it():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    with pytest.raises(ValueError, match=r"Staleness\(.*does not draw from shards"):
-        jaxbuf.Sharded.create(lambda: filled(TIMES, 7), mesh, "data")
-
-
-def test_a_step_copies_nothing():
-    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(8), 2**12, sampler=jaxbuf.Staleness())
-
-    def step(buffer, key):
-        return buffer.add(jnp.ones((64, 8))).next_batch(key, 32)
-
-    keys = jax.random.split(KEY, 3)
-    testing.assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
-
-
-def test_an_empty_buffer_and_clear():
-    buffer = filled(TIMES, 7, 9)
-    for empty in (buffer.anew(), buffer.clear()):
-        testing.assert_valid(empty)
-        after, batch = empty.next_batch(KEY, 4)
-        assert not batch.valid.any()
-        np.testing.assert_array_equal(batch.probability, 0)
-        # Rows of no item are no draw of the last slot.
-        np.testing.assert_array_equal(after.sampler_state.last, empty.sampler_state.last)
-        assert empty.support().count == 0
-        assert empty.metrics()["effective_sample_size"] == 0
-        assert after.add(jnp.arange(2)).sample(KEY, 4).valid.all()
-
-
 def test_bad_configuration():
     for alpha in (-1, float("inf"), float("nan"), "1"):
         with pytest.raises(ValueError, match="alpha is"):
