@@ -42,23 +42,28 @@ def draw(buffer, batch_size=32, seed=0):
     return jaxbuf.sample(buffer, jax.random.key(seed), batch_size)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
+@jax.jit
+def every_weight(buffer, sample, beta):
+    return {
+        normalize: jaxbuf.importance_weights(buffer, sample, beta, normalize)
+        for normalize in NORMALIZATIONS[:3]
+    } | {"none": jaxbuf.importance_weights(buffer, sample, beta, None)}
+
+
 @pytest.mark.parametrize("name", list(SAMPLERS))
-def test_weights_are_those_of_float64(name, normalize, beta):
+def test_weights_are_those_of_float64(name):
     sampler = SAMPLERS[name]
     buffer = filled(sampler, PRIORITIES, capacity=10)
     sample = draw(buffer)
-    everyone = law(sampler, PRIORITIES)
-    weights = np.asarray(jaxbuf.importance_weights(buffer, sample, beta=beta, normalize=normalize))
-    chex.assert_shape(weights, (32,))
-    assert weights.dtype == np.float32
-    valid = np.asarray(sample.valid)
-    expected = reference.importance_weights(
-        everyone[np.asarray(sample.data)[valid]], everyone, beta, normalize
-    )
-    np.testing.assert_allclose(weights[valid], expected, rtol=1e-5)
-    np.testing.assert_array_equal(weights[~valid], 0.0)
+    everyone, valid = law(sampler, PRIORITIES), np.asarray(sample.valid)
+    drawn = everyone[np.asarray(sample.data)[valid]]
+    for beta in (0.0, 0.4, 1.0):
+        for normalize, weights in every_weight(buffer, sample, jnp.float32(beta)).items():
+            assert (weights.shape, weights.dtype) == ((32,), np.float32)
+            how = None if normalize == "none" else normalize
+            expected = reference.importance_weights(drawn, everyone, beta, how)
+            np.testing.assert_allclose(weights[valid], expected, rtol=1e-5, err_msg=normalize)
+            np.testing.assert_array_equal(weights[~valid], 0.0)
 
 
 def test_batch_is_the_default():
@@ -111,73 +116,46 @@ def test_buffer_normalization_follows_every_change_exactly():
     assert_divisor(buffer, 3 / 12)
 
 
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
-def test_all_zero_priorities_weigh_the_same(normalize):
-    buffer = filled(jaxbuf.Prioritized(), [0.0] * 5, capacity=8)
-    weights = jaxbuf.importance_weights(buffer, draw(buffer), 0.7, normalize=normalize)
-    np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
+@pytest.mark.parametrize("sampler", [jaxbuf.Prioritized(), jaxbuf.Uniform()])
+def test_items_without_priorities_or_all_of_0_weigh_one(sampler):
+    buffer = filled(sampler, [0.0] * 5, capacity=8)
+    for weights in every_weight(buffer, draw(buffer), jnp.float32(0.7)).values():
+        np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
 
 
-def test_the_probability_is_exact_where_all_priorities_are_zero():
-    """Also where the rounded shares of mass and mix would not add up to it."""
-    buffer = filled(jaxbuf.Prioritized(uniform_mix=0.3), [0.0] * 8, capacity=40)
-    for size in range(9, 41):
-        buffer = jaxbuf.add(buffer, jnp.array([size], jnp.int32), priority=jnp.zeros(1))
-        assert buffer.support().least_probability == np.float32(1) / np.float32(size)
-
-
-@pytest.mark.parametrize(("priorities", "least"), [((1, 3), 0.325), ((0, 1), 0.15)])
-def test_the_least_probability_of_a_mix(priorities, least):
-    """It is 0.7 times the share of the mass and 0.3 times that of the items."""
-    support = filled(SAMPLERS["mix"], priorities).support()
-    np.testing.assert_allclose(support.least_probability, least, rtol=1e-6)
-
-
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
-def test_uniform_items_weigh_one(normalize):
-    buffer = filled(jaxbuf.Uniform(), [1.0] * 5, capacity=8)
-    weights = jaxbuf.importance_weights(buffer, draw(buffer), 0.7, normalize=normalize)
-    np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
-
-
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
-def test_extreme_shares_stay_finite(normalize):
+def test_extreme_shares_stay_finite():
     sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
     buffer = filled(sampler, (1e-6, 1e6, 1.0, 0.0))
     sample = draw(buffer, 6)
-    weights = np.asarray(jaxbuf.importance_weights(buffer, sample, 1.0, normalize=normalize))
-    chex.assert_tree_all_finite(weights)
-    np.testing.assert_array_equal(weights[~np.asarray(sample.valid)], 0.0)
-    assert (weights[np.asarray(sample.valid)] > 0).all()
+    for weights in every_weight(buffer, sample, jnp.float32(1)).values():
+        chex.assert_tree_all_finite(weights)
+        np.testing.assert_array_equal(weights > 0, sample.valid)
 
 
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
 @pytest.mark.parametrize("blended", [False, True])
-def test_a_probability_that_underflows_gives_finite_weights(blended, normalize):
+def test_a_probability_that_underflows_gives_finite_weights(blended):
     sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
     buffer = filled(jaxbuf.Blend((sampler,), (1,)) if blended else sampler, (1e28, 1e-35, 1e-20))
     sample = draw(buffer, 3)
-    weights = np.asarray(jaxbuf.importance_weights(buffer, sample, 1.0, normalize=normalize))
     assert sample.valid.all()
     assert (sample.probability > 0).all()
     assert buffer.can_sample(3)
-    chex.assert_tree_all_finite(weights)
-    assert (weights > 0).all()
+    for weights in every_weight(buffer, sample, jnp.float32(1)).values():
+        chex.assert_tree_all_finite(weights)
+        assert (weights > 0).all()
 
 
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
-def test_probability_is_that_of_the_time_of_sampling(normalize):
+def test_probability_is_that_of_the_time_of_sampling():
     """Updating after sampling does not change the probability the weights are made of."""
     buffer = filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 2.0, 5.0))
     sample = draw(buffer, 16)
     later = jaxbuf.update_priority(
         buffer, sample.slots, jnp.full(16, 3.0, jnp.float32), donate=False
     )
-    before, after = (
-        jaxbuf.importance_weights(b, sample, 0.5, normalize=normalize) for b in (buffer, later)
-    )
-    ratio = np.asarray(after, np.float64) / np.asarray(before, np.float64)
-    np.testing.assert_allclose(ratio, ratio[0], rtol=1e-6)
+    before, after = (every_weight(one, sample, jnp.float32(0.5)) for one in (buffer, later))
+    for normalize, weights in after.items():
+        ratio = np.asarray(weights, np.float64) / np.asarray(before[normalize], np.float64)
+        np.testing.assert_allclose(ratio, ratio[0], rtol=1e-6)
 
 
 def test_beta_is_annealed_without_a_retrace():
@@ -252,13 +230,12 @@ def test_weights_are_at_most_one_if_the_least_probability_underflows():
     assert (weights <= 1).all()
 
 
-@pytest.mark.parametrize("normalize", NORMALIZATIONS)
-def test_an_item_that_is_never_drawn_has_no_weight(normalize):
+def test_an_item_that_is_never_drawn_has_no_weight():
     buffer = filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 0.0, 3.0))
     batch = buffer.get(buffer.latest(3).slots)
     assert batch.valid.all()
-    weights = jaxbuf.importance_weights(buffer, batch, 0.5, normalize=normalize)
     others = jax.tree.map(lambda leaf: leaf[jnp.array([0, 2])], batch)
-    expected = jaxbuf.importance_weights(buffer, others, 0.5, normalize=normalize)
-    assert weights[1] == 0
-    np.testing.assert_array_equal(weights[jnp.array([0, 2])], expected)
+    expected = every_weight(buffer, others, jnp.float32(0.5))
+    for normalize, weights in every_weight(buffer, batch, jnp.float32(0.5)).items():
+        assert weights[1] == 0
+        np.testing.assert_array_equal(weights[jnp.array([0, 2])], expected[normalize])

@@ -265,16 +265,14 @@ class ItemBuffer:
             )
             self.offered += 1
             item.live = mask is None or bool(mask[row])
-            # The first that refuses a row counts it: sampler and evictor, limits, and the filter.
-            no_score = bool(np.isnan(item.score))
-            illegal = no_score and (self.lowest or not self.filter)
-            if item.live and (illegal or not is_priority(item.priority)):
+            # What refuses a row first counts it.
+            if item.live and (math.isnan(item.score) or not is_priority(item.priority)):
                 self.rejected += 1
                 item.live = False
             if item.live and self.limits.refuses(item):
                 self.refused_stale += 1
                 item.live = False
-            if item.live and self.filter and (no_score or np.isnan(data["point"]).any()):
+            if item.live and self.filter and np.isnan(data["point"]).any():
                 self.rejected += 1
                 item.live = False
             entered.append(item if item.live else None)

@@ -89,8 +89,9 @@ def filled(sampler, numbers):
     return buffer.add(jnp.arange(len(numbers)), **{name: numbers})
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("sampler", [BY_SCORE, BY_PRIORITY], ids=["by_score", "by_priority"])
+@pytest.mark.parametrize(
+    ("sampler", "shared"), [(BY_SCORE, False), (BY_SCORE, True), (BY_PRIORITY, False)]
+)
 def test_under_vmap_no_draw_passes_over_all_slots(sampler, shared):
     slots = 1 << 16
 
