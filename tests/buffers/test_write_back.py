@@ -238,26 +238,6 @@ def test_get_returns_what_is_still_there():
     chex.assert_trees_all_equal(buffer.get(batch.slots).valid, batch.valid)
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        jaxbuf.Uniform(replacement=False),
-        jaxbuf.Prioritized(replacement=False),
-        jaxbuf.Softmax(replacement=False),
-        jaxbuf.RankBased(replacement=False),
-        jaxbuf.Shuffled(),
-        jaxbuf.Recent(0.5, 2),
-        jaxbuf.Balanced(replacement=False),
-        jaxbuf.Blend((jaxbuf.Prioritized(), jaxbuf.Uniform()), (0.5, 0.5)),
-    ],
-    ids=str,
-)
-def test_get_knows_the_probability_of_a_draw(sampler):
-    buffer, _ = filled(sampler=sampler)
-    batch = buffer.sample(KEY, 4)
-    np.testing.assert_allclose(buffer.get(batch.slots).probability, batch.probability, rtol=1e-6)
-
-
 def test_the_probability_of_an_own_sampler_is_not_known():
     @dataclasses.dataclass(frozen=True)
     class First(jaxbuf.strategies.Sampler):

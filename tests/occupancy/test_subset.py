@@ -8,7 +8,6 @@ from scipy import stats
 
 from jaxbuf.core.random import random_words
 from jaxbuf.occupancy.ring import Ring
-from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
 
 CAPACITY = 40
@@ -48,17 +47,6 @@ def test_every_member_is_the_rank_th_one():
     last = np.array([-(-(k + 1) * 2**32 // 35) - 1 for k in range(35)], np.uint32)
     np.testing.assert_array_equal(subset.draw(jnp.asarray(first)), left)
     np.testing.assert_array_equal(subset.draw(jnp.asarray(last)), left)
-
-
-def test_it_can_take_items_out_of_rings_too():
-    rings = Rings.create(2, 6, 2, 1)
-    subset = Subset.create(rings, 12)
-    rings, _, broken, completed = rings.place(4, None)
-    subset = subset.replace(inner=rings).include(completed.reshape(-1)).exclude(broken.reshape(-1))
-    assert np.flatnonzero(subset.live(jnp.arange(12))).tolist() == [0, 1, 2, 6, 7, 8]
-    subset = subset.exclude(jnp.array([1, 6]))
-    assert np.flatnonzero(subset.live(jnp.arange(12))).tolist() == [0, 2, 7, 8]
-    assert subset.size == 4
 
 
 @pytest.mark.parametrize("seeds", [1, 3])

@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import jaxbuf
 from jaxbuf import testing
+from tests.models import items as reference
 
 KEY = jax.random.key(0)
 PRIORITIES = jnp.array([0.5, 0.0, 3.0, 1.0, 8.0, 1.0, 2.0])
@@ -59,6 +61,22 @@ def test_an_empty_buffer_and_clear(name):
         testing.assert_valid(after)
         given = {"score": jnp.ones(2)} if buffer.score_users else {}
         assert after.add(jnp.arange(2), **given).sample(KEY, 2).valid.all()
+
+
+@pytest.mark.parametrize("kind", [jaxbuf.RankBased, jaxbuf.Staleness, jaxbuf.Softmax])
+def test_draws_without_replacement_have_the_law_of_successive_draws(kind):
+    buffer = filled(kind(replacement=False))
+    # Some were drawn just now, and others wait for a while.
+    buffer = buffer.next_batch(jax.random.key(1), 2)[0].next_batch(jax.random.key(2), 2)[0]
+    law = reference.successive_law(law_of(buffer)[:7], 2)
+    keys = jax.random.split(KEY, 20_000)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: buffer.sample(key, 2)))(keys).data)
+    found = np.array([np.sum((drawn == order).all(1)) for order in law])
+    expected = np.array([*law.values()]) * len(drawn)
+    likely = expected > 5
+    assert found[~likely].sum() <= 10 + 3 * expected[~likely].sum()
+    share = found[likely].sum() / expected[likely].sum()
+    assert stats.chisquare(found[likely], expected[likely] * share).pvalue > 1e-4
 
 
 @every_sampler

@@ -87,19 +87,6 @@ def test_only_strata_draw_every_item_as_often_as_any_other():
         assert (len(drawn) == 64) == stratified
 
 
-def test_draws_without_replacement_have_the_law_of_successive_draws():
-    values = (0.5, 2.0, 9.0, 1.0)
-    buffer = filled(values, alpha=1.0, replacement=False)
-    keys = jax.random.split(KEY, 20_000)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda key: buffer.sample(key, 3)))(keys).data)
-    law = reference.successive_law(by_rank(values, 1.0), 3)
-    found = np.array([np.sum((drawn == order).all(1)) for order in law])
-    expected = np.array([*law.values()]) * len(drawn)
-    assert found.sum() == len(drawn)
-    # The 1 - 1e-4 quantile of chi-square with 23 degrees of freedom is 58.6.
-    assert np.sum((found - expected) ** 2 / expected) < 58.6
-
-
 def test_without_replacement_every_item_comes_once_whatever_its_rank():
     buffer = filled(np.arange(200.0), 256, alpha=3.0, replacement=False)
     batch = buffer.sample(KEY, 210)

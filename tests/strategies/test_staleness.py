@@ -9,7 +9,6 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from tests.models import items as reference
 from tests.models.staleness import stale_law
 from tests.traces import large_outside_of_branches
 
@@ -63,22 +62,6 @@ def test_draws_have_the_law(stratified):
         testing.assert_distribution(
             buffer, KEY, law, draws=20_000 // batch_size, batch_size=batch_size
         )
-
-
-def test_draws_without_replacement_have_the_law_of_successive_draws():
-    times = (0, 3, 5, 9, 8)
-    buffer = filled(times, 9, replacement=False)
-    keys = jax.random.split(KEY, 20_000)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda key: buffer.sample(key, 3)))(keys).data)
-    law = reference.successive_law(stale_law(times, 9), 3)
-    law = {order: share for order, share in law.items() if share > 0}
-    found = np.array([np.sum((drawn == order).all(1)) for order in law])
-    expected = np.array([*law.values()]) * len(drawn)
-    assert found.sum() == len(drawn)
-    # The 1 - 1e-4 quantile of chi-square with 23 degrees of freedom is 58.6.
-    assert np.sum((found - expected) ** 2 / expected) < 58.6
-    batch = buffer.sample(KEY, 5)
-    assert batch.valid.tolist() == [True] * 4 + [False]
 
 
 def test_all_items_are_equally_likely_if_the_last_batch_had_all():
@@ -154,17 +137,6 @@ def test_windows_wait():
     both = np.concatenate([batch.data, other.data])
     assert sorted(map(tuple, both.tolist())) == [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]
     testing.assert_valid(buffer.add(jnp.arange(16).reshape(2, 8)))
-
-
-def test_in_a_blend_all_draws_count():
-    sampler = jaxbuf.Blend((jaxbuf.RankBased(100.0), jaxbuf.Staleness()), (0.9, 0.1))
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=sampler)
-    buffer = buffer.add(jnp.arange(3), priority=jnp.array([1.0, 5.0, 2.0]))
-    buffer, batch = buffer.next_batch(KEY, 10)
-    assert 1 in batch.data
-    stale = np.where(np.isin(np.arange(3), batch.data), 0.0, 1.0)
-    stale = stale / stale.sum() if stale.any() else np.full(3, 1 / 3)
-    np.testing.assert_allclose(law_of(buffer), 0.9 * np.eye(3)[1] + 0.1 * stale, rtol=1e-5)
 
 
 def test_bad_configuration():
