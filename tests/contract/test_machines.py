@@ -357,7 +357,7 @@ class BufferMachine(RuleBasedStateMachine):
         return given
 
     def observed(self, observe, *given):
-        """What a program says of the buffer, with the names of the items seen last."""
+        """Returns what a program says of the buffer, and of the items seen last."""
         last = self.known[-self.NAMES :]
         names = slots_of([handle for _, handle in last], self.NAMES, self.buffer.capacity)
         seen = jax.device_get(observe(self.buffer, names, *given))

@@ -283,7 +283,7 @@ class ItemBuffer:
         return entered
 
     def place(self, items: list[Item]) -> None:
-        """Let items in, and those that leave for them out."""
+        """Let items in; others leave for them."""
         for item in items:
             item.index = 0 if self.lowest else self.position % self.capacity
             self.position += 1
@@ -374,7 +374,7 @@ class ItemBuffer:
 
 
 class Limits:
-    """What is too often used or too stale, of items as of steps."""
+    """Limits on the uses and the staleness of items, or of steps."""
 
     def __init__(self, max_use: int | None, max_staleness: int | None, comparison: str):
         self.max_use, self.max_staleness, self.comparison = max_use, max_staleness, comparison

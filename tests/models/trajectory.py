@@ -32,7 +32,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """What a buffer is told of episodes.
+    """The options of a buffer that knows episodes.
 
     Attributes:
         avoid: whether windows stay within an episode.
@@ -116,7 +116,7 @@ class TrajectoryBuffer:
         return [window for window in every if window and not window[0].gone]
 
     def window(self, ring: list[Step], i: int, size: int) -> list[Step] | None:
-        """Returns the steps of the window that starts at ``ring[i]``; None if there is none."""
+        """Returns the steps of the window that starts at ``ring[i]``, or else None."""
         position = self.end[ring[i].env] - len(ring) + i
         if i < self.ignored or position % self.period:
             return None

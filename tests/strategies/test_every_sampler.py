@@ -1,4 +1,4 @@
-"""What is asked of many samplers alike: in an empty buffer, in wrappers, in loops."""
+"""Many samplers alike: in an empty buffer, in wrappers, in loops."""
 
 import chex
 import jax
