@@ -240,7 +240,7 @@ SLOW = (offline, prioritised, independent_items)
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(f, marks=pytest.mark.all) if f in SLOW else f for f in PROGRAMS],
+    [pytest.param(f, marks=pytest.mark.slow) if f in SLOW else f for f in PROGRAMS],
 )
 def test_documented_programs_do_the_same(program):
     # With other keys, so that rows are not compared, but all that is determined is.
@@ -250,7 +250,7 @@ def test_documented_programs_do_the_same(program):
         assert program(fbx) == ours
 
 
-@pytest.mark.parametrize("period", [pytest.param(1, marks=pytest.mark.all), 2])
+@pytest.mark.parametrize("period", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_contents_and_distribution_stay_the_same_around_the_ring(period):
     fbx = flashbax()
     options = {

@@ -479,13 +479,13 @@ def test_a_process_of_a_distributed_job_saves_what_is_its_own(tmp_path):
     assert "[0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0]" in out[1]
 
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_sharded_arrays_are_loaded_onto_another_number_of_devices(tmp_path):
     [out] = run_processes(("-m", "tests.programs.sharded_checkpoint", tmp_path), devices=8)
     assert out.endswith("the same\n")
 
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_sharded_arrays_move_between_numbers_of_processes(tmp_path):
     tree = sharded_checkpoint.values()
     jaxbuf.save(tmp_path / "alone", tree)
@@ -500,7 +500,7 @@ def test_sharded_arrays_move_between_numbers_of_processes(tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [
-        kind if kind == "hosted" else pytest.param(kind, marks=pytest.mark.all)
+        kind if kind == "hosted" else pytest.param(kind, marks=pytest.mark.slow)
         for kind in peak_memory.KINDS
     ],
 )
@@ -705,7 +705,7 @@ def test_a_shorter_queue_keeps_those_who_came_first(tmp_path, waiting, kept):
     [
         (3, 4, 1),
         (4, 12, 2),
-        *(pytest.param(*size, 2, marks=pytest.mark.all) for size in ((1, 4), (2, 8), (3, 6))),
+        *(pytest.param(*size, 2, marks=pytest.mark.slow) for size in ((1, 4), (2, 8), (3, 6))),
     ],
 )
 def test_another_size_of_rings_keeps_the_newest_steps_of_the_first(
@@ -925,7 +925,7 @@ def test_a_buffer_in_a_train_state_of_orbax(tmp_path):
         assert_same(getattr(loaded, name), getattr(state, name))
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(kill.KILLS, marks=pytest.mark.all)])
+@pytest.mark.parametrize("kills", [4, pytest.param(kill.KILLS, marks=pytest.mark.slow)])
 def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path, kills):
     written = kill.kill_repeatedly(kill.checkpoint_writer, tmp_path / "run", 0.3, kills)
     assert written > 0
@@ -933,7 +933,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path, kills):
     assert len(left) <= 3, "what a killed save leaves is never removed"
 
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_two_savers_that_are_killed_leave_a_whole_checkpoint(tmp_path):
     assert kill.kill_two_savers(tmp_path / "run", longest=0.5) > 0
 

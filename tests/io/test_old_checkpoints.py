@@ -45,7 +45,7 @@ QUICK = ("prioritized", "softmax_lowest", "fresh", "episodes", "mixture")
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.all) for name in CREATE],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CREATE],
 )
 def test_it_is_loaded_and_goes_on(name, tmp_path):
     buffer = load(name, tmp_path, LIKE[name]())
@@ -55,14 +55,14 @@ def test_it_is_loaded_and_goes_on(name, tmp_path):
     assert_close(old_buffers.seen(name, old_buffers.more(name, buffer)), before["more"])
 
 
-@pytest.mark.all
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prioritized", "sharded", "softmax_lowest"])
 def test_it_is_loaded_for_an_accelerator(name, tmp_path):
     with using_width(WIDE):
         test_it_is_loaded_and_goes_on(name, tmp_path)
 
 
-@pytest.mark.all
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unlike", "unlike_floats", "unlike_norm_0", "seeds"])
 def test_what_is_unlike_is_compared_as_now(name, tmp_path):
     """After the load each item is compared with what was saved, as if it had been added now."""
@@ -104,7 +104,7 @@ def test_windows_that_end_with_their_episode_are_added(tmp_path):
     np.testing.assert_array_equal(mass[~new], before[~new])
 
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_windows_that_are_too_stale_are_not_added(tmp_path):
     sampler = jaxbuf.Prioritized()
     buffer = load(

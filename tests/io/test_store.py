@@ -225,7 +225,7 @@ def test_an_epoch_has_the_rows_from_its_beginning(tmp_path):
     [
         *((n, 2**20) for n in (1, 2, 3, 7, 100)),
         (100, 0),
-        pytest.param(257, 0, marks=pytest.mark.all),
+        pytest.param(257, 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_pass_has_any_order_with_the_same_probability(monkeypatch, listed, count):
@@ -1079,7 +1079,7 @@ def test_any_byte_but_0_is_true(tmp_path):
         assert store.read(slice(None)).tolist() == [False, True, True, True]
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(kill.KILLS, marks=pytest.mark.all)])
+@pytest.mark.parametrize("kills", [4, pytest.param(kill.KILLS, marks=pytest.mark.slow)])
 def test_a_killed_writer_loses_and_repeats_nothing(tmp_path, kills):
     appends = 0
     # Several, as their creation is killed, too.

@@ -215,7 +215,7 @@ def log_writer(path, sender):
         sender.send(k)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.all)])
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_whole_rows(tmp_path, kills):
     assert kill_repeatedly(log_writer, tmp_path / "log.csv", 0.02, kills) > 0
 

@@ -20,7 +20,7 @@ import jaxbuf
 from jaxbuf.wrappers.sharded import exchange
 
 S, N = 8, 32
-ALL = pytest.mark.all
+ALL = pytest.mark.slow
 PLAIN = jaxbuf.Prioritized(alpha=1.0)
 P = jax.P
 ITEM = {"at": jnp.int32(0), "obs": jnp.zeros(3), "end": jnp.bool_(False), "big": jnp.bfloat16(0)}

@@ -9,7 +9,7 @@ import pytest
 from tests.programs.processes import free_port, run_processes, start
 from tests.programs.sharded_processes import ROUNDS
 
-pytestmark = pytest.mark.all
+pytestmark = pytest.mark.slow
 PROGRAM = ("-m", "tests.programs.sharded_processes")
 KILLED = 3
 
