@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jaxbuf
 from jaxbuf.occupancy.subset import Subset
@@ -486,3 +487,38 @@ def operations_of(name):
 
 
 CASES = [(name, what) for name in BUFFERS for what in operations_of(name)]
+
+
+@functools.cache
+def features(name, what):
+    """What an operation may meet in this buffer: its kind, sampler, occupancy and parts."""
+    buffer = empty(name)
+    found = {type(buffer)}
+    if not is_single(buffer):
+        return found
+    found |= {type(buffer.occupancy), type(buffer.occupancy.places)}
+    found |= {type(part) for part in buffer.extras}
+    if what in ("add", "sample"):
+        # Rows and draws may depend on the options of a part.
+        found |= {("period", getattr(buffer, "period", 1)), *buffer.extras}
+    if what in ("sample", "next_batch"):
+        found.add(buffer.sampler)
+    elif what not in WITHOUT_SAMPLER:
+        for sampler in (buffer.sampler, *buffer.sampler.leaf_samplers):
+            found.add((type(sampler), getattr(sampler, "replacement", None)))
+    return found
+
+
+def pairs(cases):
+    """Parameters of a test: cases that begin with the names of a buffer and of an operation.
+
+    Those that are left out by default have each operation with each feature in common with others;
+    ``make test-all`` runs them as well.
+    """
+    has = {case: {(*case[1:], f) for f in features(*case[:2])} for case in cases}
+    left, chosen = set().union(*has.values()), set()
+    while left:
+        best = max(cases, key=lambda case: len(has[case] & left))
+        chosen.add(best)
+        left -= has[best]
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.all) for case in cases]

@@ -44,23 +44,36 @@ def on_every_device(function, mesh):
     return jax.shard_map(on_one, mesh=mesh, in_specs=spec, out_specs=spec)
 
 
-@pytest.mark.parametrize(("name", "what"), operations.CASES)
-def test_every_operation_passes_the_checks_and_uses_no_key_twice(name, what):
-    """Outside of `shard_map` it uses no key twice, and sends nothing to a device unasked."""
-    _, function = operations.OPERATIONS[what]
-
-    def of_devices(leaf):
-        return jax.ShapeDtypeStruct((DEVICES, *leaf.shape), leaf.dtype)
-
-    args = (*operations.abstract(name), jnp.float32(1), jax.random.key(0))
-    mapped = on_every_device(
-        function, AbstractMesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
-    )
-    out = jax.eval_shape(mapped, *jax.tree.map(of_devices, args))
+def check(function, args):
+    """Traces a function with an axis of devices in front, without devices."""
+    mesh = AbstractMesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
+    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((DEVICES, *leaf.shape), leaf.dtype), args)
     with jax.debug_key_reuse(True), jax.transfer_guard("disallow"):
-        traced = jax.jit(function).trace(*args)
-    alone = jax.tree.map(of_devices, traced.out_info)
-    chex.assert_trees_all_equal_shapes_and_dtypes(out, alone)
+        return jax.jit(on_every_device(function, mesh)).trace(*args).out_info
+
+
+def test_reuse_and_transfers_are_found_when_a_program_is_traced():
+    def reuses(key):
+        return jax.random.normal(key) + jax.random.uniform(key)
+
+    def sends(key):
+        with jax.ensure_compile_time_eval():
+            return jnp.add(np.arange(3), key.shape[0])
+
+    with pytest.raises(jax.errors.KeyReuseError):
+        check(reuses, (jax.random.key(0),))
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        check(sends, (jnp.zeros(3),))
+
+
+@pytest.mark.parametrize(("name", "what"), operations.pairs(operations.CASES))
+def test_every_operation_passes_the_checks_and_uses_no_key_twice(name, what):
+    """It sends nothing to a device unasked either."""
+    _, function = operations.OPERATIONS[what]
+    args = (*operations.abstract(name), jnp.float32(1), jax.random.key(0))
+    out = jax.tree.leaves(check(function, args))
+    assert out
+    assert all(leaf.shape[0] == DEVICES for leaf in out)
 
 
 SHARED = [
@@ -71,7 +84,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "what", "shared"), SHARED)
+@pytest.mark.parametrize(("name", "what", "shared"), operations.pairs(SHARED))
 def test_devices_may_share_the_buffer_or_the_key(name, what, shared):
     """Once a device changes the buffer that they share, it has one of its own."""
     _, function = operations.OPERATIONS[what]
