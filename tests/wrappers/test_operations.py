@@ -89,7 +89,6 @@ LACKS = {
     "mixture": {"latest", "sample_range", "gather", "gather_all", "dequeue"},
     "sharded": {"latest", "sample_range", "gather", "gather_all", "dequeue", "next_batch"}
     | {"locate", "get_field", "episode"},
-    "hosted": set(),
 }
 # Rings have neither.
 OF_ITEMS = {"insert", "update_score"}
@@ -151,21 +150,39 @@ def call(buffer, name, args, options):
     return door(buffer, *args, **options, **keep)
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-@pytest.mark.parametrize("name", DECLARED)
+def check_kind(out, buffer, name):
+    """A change returns another buffer of the kind, and the operation has a docstring."""
+    first = out[0] if isinstance(out, tuple) else out
+    assert (type(first) is type(buffer)) == DECLARED[name].changes
+    assert inspect.getdoc(getattr(type(buffer), name))
+
+
+ROUTED = [
+    name
+    for name, operation in DECLARED.items()
+    if operation.slots and name not in ("get", "locate")
+]
+
+
+# What is routed is called below.
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in ("mixture", "sharded")
+        for name in DECLARED
+        if name not in ROUTED or name in LACKS[kind]
+    ],
+)
 def test_a_wrapper_has_it_or_says_what_to_use(kind, name):
     buffer, slots = filled(kind, name in OF_ITEMS)
     args, options = arguments(name, buffer, slots)
     if name in LACKS[kind]:
         with pytest.raises(ValueError, match=rf"^{name} was called, but a \w+ has none; .+"):
             call(buffer, name, args, options)
-        return
-    # A Hosted is not for use inside of a transformation.
-    trace = (lambda function, buffer: function(buffer)) if kind == "hosted" else jax.eval_shape
-    out = trace(lambda buffer: call(buffer, name, args, options), buffer)
-    changed = out[0] if isinstance(out, tuple) else out
-    assert (type(changed) is type(buffer)) == DECLARED[name].changes
-    assert inspect.getdoc(getattr(type(buffer), name))
+    else:
+        out = jax.eval_shape(lambda buffer: call(buffer, name, args, options), buffer)
+        check_kind(out, buffer, name)
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -175,6 +192,7 @@ def test_a_hosted_buffer_does_what_the_buffer_does(name):
     args, options = arguments(name, hosted, slots)
     expected = getattr(plain, name)(*args, **options)
     got = call(hosted, name, args, options)
+    check_kind(got, hosted, name)
     inner = jax.tree.map(
         lambda x: x.buffer if isinstance(x, jaxbuf.Hosted) else x,
         got,
@@ -210,13 +228,6 @@ def expected_of(buffer, name, slots, args, options):
     return changed, rows
 
 
-ROUTED = [
-    name
-    for name, operation in DECLARED.items()
-    if operation.slots and name not in ("get", "locate")
-]
-
-
 @pytest.mark.parametrize("kind", ["mixture", "sharded"])
 @pytest.mark.parametrize("name", ROUTED)
 def test_each_row_goes_to_the_buffer_that_it_comes_from(kind, name):
@@ -224,6 +235,7 @@ def test_each_row_goes_to_the_buffer_that_it_comes_from(kind, name):
     args, options = arguments(name, buffer, slots)
     expected, rows = expected_of(buffer, name, slots, args, options)
     eager = call(buffer, name, args, options)
+    check_kind(eager, buffer, name)
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), buffer)
     mapped = jax.jit(jax.vmap(lambda buffer: getattr(buffer, name)(*args, **options)))(twice)
     mapped = jax.tree.map(lambda leaf: leaf[1], mapped)
