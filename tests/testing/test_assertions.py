@@ -15,42 +15,10 @@ import jaxbuf
 from jaxbuf import testing
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.testing import hlo
-from tests import operations
 from tests.strategies.test_plug_in import HalfRing
 
 CAPACITY = 300
 STEP = {"reward": jnp.float32(0), "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
-# The operations that change a buffer, in the order of a run.
-HISTORY = (
-    "add", "update_priority", "mark_used", "take", "add_to_some", "add", "set_version", "dequeue",
-    "clear_some", "add", "add", "mark_used", "clear", "add",
-)  # fmt: skip
-
-
-every_state = pytest.mark.parametrize(
-    "name", [name for name in operations.DIFFERENT if name not in operations.OTHER_DRAWS]
-)
-# Their arguments are slots that were drawn.
-OF_SAMPLES = ("update_priority", "mark_used")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def operate(what, buffer, scale, key):
-    """The buffer, or the buffers, that an operation makes of one."""
-    kind = type(buffer)
-    sample = operations.draw(buffer, key) if what in OF_SAMPLES else None
-    out = operations.OPERATIONS[what][1](buffer, sample, scale, key)
-    found = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in found if isinstance(x, kind)]
-
-
-def history(name, buffer):
-    """The buffer after each operation of a run."""
-    states = [buffer]
-    for i, what in enumerate(HISTORY):
-        if what in operations.operations_of(name):
-            states += operate(what, states[-1], jnp.float32(i // 3 + 1), jax.random.key(i))
-    return states
 
 
 def prioritized(rows=CAPACITY, capacity=CAPACITY, **options):
@@ -107,19 +75,6 @@ def says(*words):
     return pytest.raises(AssertionError, match="(?s)" + ".*".join(map(re.escape, words)))
 
 
-@every_state
-def test_every_operation_leaves_a_buffer_valid(name):
-    states = history(name, operations.BUFFERS[name]())
-    assert len(states) >= 7
-    for state in states:
-        testing.assert_valid(state)
-
-
-@pytest.mark.parametrize("make", [prioritized, ranked, trajectories, fresh])
-def test_those_that_are_broken_below_were_valid(make):
-    testing.assert_valid(make())
-
-
 @pytest.mark.parametrize("slot", [0, 37, CAPACITY - 1])
 def test_each_node_of_a_tree_is_compared_with_its_children(slot):
     buffer = prioritized()
@@ -136,51 +91,158 @@ def test_each_node_of_a_tree_is_compared_with_its_children(slot):
                 assert int(first) <= slot <= int(last)
 
 
-@pytest.mark.parametrize("value", [jnp.nan, -1.0, jnp.inf])
-def test_a_mass_is_a_finite_number(value):
-    buffer = prioritized()
-    masses = buffer.sampler_state.set(jnp.array([7]), jnp.array([value]))
-    with says("buffer.sampler_state.leaves[7] is", "expected a finite number of at least 0"):
-        testing.assert_valid(buffer.replace(sampler_state=masses))
+def few():
+    return prioritized(rows=5, capacity=9)
 
 
-def test_no_item_no_mass():
-    buffer = prioritized(rows=5, capacity=9)
-    masses = buffer.sampler_state.set(jnp.array([6]), jnp.array([1.0]))
-    with says("buffer.sampler_state.leaves[6] is 1.0; expected 0, empty slot"):
-        testing.assert_valid(buffer.replace(sampler_state=masses))
+def empty():
+    return jaxbuf.ItemBuffer.create(jnp.float32(0), 9, freshness=jaxbuf.Freshness(max_use=3))
 
 
-def test_no_window_no_mass():
-    buffer = trajectories(sampler=jaxbuf.Recent(0.5, 2, jaxbuf.Prioritized()))
-    testing.assert_valid(buffer)
-    # The newest step of the second ring is at its place 2, and begins no window yet.
-    masses = buffer.sampler_state.set(jnp.array([10]), jnp.array([1.0]))
-    with says("buffer.sampler_state.leaves[10] is 1.0; expected 0, empty slot"):
-        testing.assert_valid(buffer.replace(sampler_state=masses))
+def queue():
+    return jaxbuf.Queue.create(jnp.float32(0), 4).add(jnp.arange(3.0)).take(2)[0]
+
+
+def unlimited():
+    return jaxbuf.ItemBuffer.create(jnp.float32(0), 9)
+
+
+def windows():
+    return trajectories(sampler=jaxbuf.Recent(0.5, 2, jaxbuf.Prioritized()))
+
+
+def rings():
+    return trajectories(episodes=None)
+
+
+def avoiding():
+    return trajectories(episodes=jaxbuf.Episodes(boundary="avoid", short_windows="never"))
+
+
+def limited():
+    return fresh(max_use=2, max_staleness=9)
+
+
+def retiring():
+    return ranked(freshness=jaxbuf.Freshness(max_use=3))
+
+
+def mass(slot, value):
+    return lambda tree: tree.set(jnp.array([slot]), jnp.array([value]))
+
+
+def call(name, slot):
+    return lambda occupancy: getattr(occupancy, name)(jnp.array([slot]))
+
+
+def place_nan(occupancy):
+    return occupancy.place(1, None, jnp.array([jnp.nan]))[0]
+
+
+def with_numbers(**values):
+    """Replaces fields of a state by numbers of their dtypes, or by what functions make of them."""
+
+    def new(old, value):
+        return value(old) if callable(value) else jnp.asarray(value, old.dtype)
+
+    return lambda state: state.replace(**{k: new(getattr(state, k), v) for k, v in values.items()})
+
+
+def changed(make, field, change):
+    buffer = make()
+    return dataclasses.replace(buffer, **{field: change(getattr(buffer, field))})
 
 
 @pytest.mark.parametrize(
-    ("cursor", "held", "message"),
+    "make", [prioritized, ranked, trajectories, fresh, windows, avoiding, queue, limited]
+)
+def test_those_that_are_broken_were_valid(make):
+    testing.assert_valid(make())
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "change", "message"),
     [
-        (9, 9, "buffer.occupancy.position is 9; expected less than 9"),
-        (0, 10, "buffer.occupancy.size is 10; expected at most the capacity, 9"),
-        (3, 5, "buffer.occupancy.position is 3; expected 5, the size"),
+        (prioritized, "sampler_state", mass(7, jnp.nan),
+         ".leaves[7] is nan; expected a finite number"),
+        (prioritized, "sampler_state", mass(7, -1.0),
+         ".leaves[7] is -1.0; expected a finite number"),
+        (prioritized, "sampler_state", mass(7, jnp.inf),
+         ".leaves[7] is inf; expected a finite number"),
+        (few, "sampler_state", mass(6, 1.0), ".leaves[6] is 1.0; expected 0, empty slot"),
+        # The newest step of the second ring is at its place 2, and begins no window yet.
+        (windows, "sampler_state", mass(10, 1.0), ".leaves[10] is 1.0; expected 0, empty slot"),
+        (unlimited, "occupancy", with_numbers(cursor=9, held=9),
+         ".position is 9; expected less than 9"),
+        (unlimited, "occupancy", with_numbers(cursor=0, held=10),
+         ".size is 10; expected at most the capacity, 9"),
+        (unlimited, "occupancy", with_numbers(cursor=3, held=5),
+         ".position is 3; expected 5, the size"),
+        (queue, "occupancy", with_numbers(cursor=1, held=5), ".size is 5"),
+        (rings, "occupancy", with_numbers(cursor=lambda x: x.at[1].set(8)), ".cursor[1] is 8"),
+        (rings, "occupancy", with_numbers(held=lambda x: x.at[1].set(9)), ".held[1] is 9"),
+        (ranked, "occupancy", with_numbers(arrivals=7, held=4),
+         ".scored[4] is True; expected False: there are only 4 items"),
+        (ranked, "occupancy", with_numbers(arrivals=7, held=7),
+         ".scored[6] is False; expected True, the slot holds an item"),
+        (ranked, "occupancy", with_numbers(arrivals=7, held=9),
+         ".size is 9; expected at most the capacity, 8"),
+        (ranked, "occupancy", place_nan, ".score[6] is nan; expected a number"),
+        (ranked, "sampler_state", with_numbers(scores=mass(7, 1.0)),
+         ".scores.leaves[7] is 1.0; expected -inf"),
+        # The best comes first, and has score 5.
+        (ranked, "sampler_state", with_numbers(scores=mass(2, 2.0)),
+         ".scores.leaves[2] is 2.0; expected 3.0"),
+        (ranked, "sampler_state", with_numbers(masses=mass(1, 0.5)),
+         ".masses.leaves[1] is 0.5; expected 0.36"),
+        # So far away that no mass is a number.
+        (ranked, "sampler_state", with_numbers(reference=-1e6),
+         ".masses.leaves[0] is 1.0; expected inf"),
+        (ranked, "sampler_state", with_numbers(reference=jnp.inf),
+         ".reference is inf; expected 5.0"),
+        (fresh, "occupancy", call("include", 6), ".members[6] is True; expected False, empty slot"),
+        (retiring, "occupancy", with_numbers(inner=with_numbers(held=9)), ".inner.size is"),
+        (retiring, "occupancy", with_numbers(inner=call("demote", 2)), ".inner.scored[2] is"),
+        (empty, "occupancy", with_numbers(inner=with_numbers(cursor=3)),
+         ".inner.position is 3; expected 0, the size"),
+        # A window that crosses an end, and one that does not.
+        (avoiding, "occupancy", call("include", 7),
+         ".members[7] is True; expected True exactly for"),
+        (avoiding, "occupancy", call("exclude", 4),
+         ".members[4] is False; expected True exactly for"),
+        (few, "data", lambda data: data[:8], " is float32[8]; expected float32[9]"),
+        (few, "counters", lambda x: x.astype(jnp.int32), " is int32[2]; expected uint32[2]"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(make, field, change, message):
+    with says(f"buffer.{field}{message}"):
+        testing.assert_valid(changed(make, field, change))
+
+
+def test_the_number_of_an_item_must_not_begin_anew():
+    buffer = changed(ranked, "occupancy", with_numbers(arrivals=1))
+    with says("buffer.occupancy.generation[6] is 1; expected a number that no other slot has"):
+        testing.assert_valid(buffer.add(jnp.ones(1), score=jnp.ones(1)))
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ((1, 9), ["uses[4] is 1; expected less than max_use, 1"]),
+        ((2, 2), ["versions[0] is 0; expected at least 2", "2 in all"]),
     ],
 )
-def test_positions_and_sizes_are_in_range(cursor, held, message):
-    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 9)
-    ring = buffer.occupancy.replace(cursor=jnp.uint32(cursor), held=jnp.uint32(held))
-    with says(message):
-        testing.assert_valid(buffer.replace(occupancy=ring))
+def test_limits_on_freshness_are_kept(limits, words):
+    with says("buffer.freshness_state.", *words):
+        testing.assert_valid(limited().replace(extras=(jaxbuf.Freshness(*limits),)))
+    negative = jax.tree.map(jnp.negative, limited().freshness_state)
+    with says("buffer.freshness_state.uses[4] is -1; expected a number of at least 0"):
+        testing.assert_valid(limited().replace(extra_states=(negative,)))
 
 
-def test_a_queue_may_begin_anywhere():
-    queue, _ = jaxbuf.Queue.create(jnp.float32(0), 4).add(jnp.arange(3.0)).take(2)
-    testing.assert_valid(queue)
-    ring = queue.occupancy.replace(cursor=jnp.uint32(1), held=jnp.uint32(5))
-    with says("buffer.occupancy.size is 5"):
-        testing.assert_valid(queue.replace(occupancy=ring))
+def test_another_configuration_is_named():
+    with says("buffer is not built as its configuration says"):
+        testing.assert_valid(few().replace(sampler=jaxbuf.Uniform()))
 
 
 @pytest.mark.parametrize("evictor", [jaxbuf.Oldest(), jaxbuf.Lowest()])
@@ -197,14 +259,6 @@ def test_a_pass_that_misses_a_removal(evictor):
         testing.assert_valid(removed.replace(sampler_state=buffer.sampler_state))
 
 
-@pytest.mark.parametrize(("name", "value"), [("cursor", 8), ("held", 9)])
-def test_each_ring_is_in_range(name, value):
-    buffer = trajectories(episodes=None)
-    broken = getattr(buffer.occupancy, name).at[1].set(jnp.uint32(value))
-    with says(f"buffer.occupancy.{name}[1] is {value}"):
-        testing.assert_valid(buffer.replace(occupancy=buffer.occupancy.replace(**{name: broken})))
-
-
 def test_each_node_of_a_ranking_is_compared_with_its_children():
     buffer = ranked(rows=64, capacity=64)
     ranking = buffer.occupancy
@@ -215,54 +269,6 @@ def test_each_node_of_a_ranking_is_compared_with_its_children():
     for nodes in broken:
         with says("buffer.occupancy"):
             testing.assert_valid(buffer.replace(occupancy=ranking.replace(nodes=nodes)))
-
-
-def test_what_is_wrong_with_a_ranking_is_named():
-    buffer = ranked()
-    ranking = buffer.occupancy
-
-    def broken(arrivals, held):
-        counts = {"arrivals": jnp.uint32(arrivals), "held": jnp.uint32(held)}
-        return buffer.replace(occupancy=ranking.replace(**counts))
-
-    with says("buffer.occupancy.scored[4] is True; expected False: there are only 4 items"):
-        testing.assert_valid(broken(7, 4))
-    with says("buffer.occupancy.scored[6] is False; expected True, the slot holds an item"):
-        testing.assert_valid(broken(7, 7))
-    with says("buffer.occupancy.size is 9; expected at most the capacity, 8"):
-        testing.assert_valid(broken(7, 9))
-    # The number of the next item begins anew.
-    with says("buffer.occupancy.generation[6] is 1; expected a number that no other slot has"):
-        testing.assert_valid(broken(1, 6).add(jnp.ones(1), score=jnp.ones(1)))
-    with says("buffer.occupancy.score[6] is nan; expected a number"):
-        placed, _ = ranking.place(1, None, jnp.array([jnp.nan]))
-        testing.assert_valid(buffer.replace(occupancy=placed))
-
-
-def test_scores_are_those_of_the_items():
-    buffer = ranked()
-    state = buffer.sampler_state
-
-    def with_score(slot, score):
-        at = jnp.array([slot])
-        changed = buffer.sampler.set_priority(state, at, jnp.array([score]))
-        return buffer.replace(sampler_state=changed)
-
-    with says("buffer.sampler_state.scores.leaves[7] is 1.0; expected -inf"):
-        testing.assert_valid(with_score(7, 1.0))
-    # The best comes first, and has score 5.
-    with says("buffer.sampler_state.scores.leaves[2] is 2.0; expected 3.0"):
-        testing.assert_valid(with_score(2, 2.0))
-    masses = state.masses.set(jnp.array([1]), jnp.array([0.5]))
-    with says("buffer.sampler_state.masses.leaves[1] is 0.5; expected 0.36"):
-        testing.assert_valid(buffer.replace(sampler_state=state.replace(masses=masses)))
-    # So far away that no mass is a number.
-    distant = state.replace(reference=jnp.float32(-1e6))
-    with says("buffer.sampler_state.masses.leaves[0] is 1.0; expected inf"):
-        testing.assert_valid(buffer.replace(sampler_state=distant))
-    infinite = state.replace(reference=jnp.float32(jnp.inf))
-    with says("buffer.sampler_state.reference is inf; expected 5.0"):
-        testing.assert_valid(buffer.replace(sampler_state=infinite))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,23 +329,9 @@ def test_an_evictor_of_ones_own_counts_what_is_live():
         testing.assert_valid(buffer.add(jnp.arange(3.0)))
 
 
-def test_limits_on_freshness_are_kept():
-    buffer = fresh(max_use=2, max_staleness=9)
-    testing.assert_valid(buffer)
-    with says("buffer.freshness_state.uses[4] is 1; expected less than max_use, 1"):
-        testing.assert_valid(buffer.replace(extras=(jaxbuf.Freshness(1, 9),)))
-    with says("buffer.freshness_state.versions[0] is 0; expected at least 2", "2 in all"):
-        testing.assert_valid(buffer.replace(extras=(jaxbuf.Freshness(2, 2),)))
-    negative = jax.tree.map(jnp.negative, buffer.freshness_state)
-    with says("buffer.freshness_state.uses[4] is -1; expected a number of at least 0"):
-        testing.assert_valid(buffer.replace(extra_states=(negative,)))
-
-
-def test_members_are_items():
+def test_each_count_of_members_is_compared():
     buffer = fresh(max_use=2)
     occupancy = buffer.occupancy
-    with says("buffer.occupancy.members[6] is True; expected False, empty slot"):
-        testing.assert_valid(buffer.replace(occupancy=occupancy.include(jnp.array([6]))))
     # Each count on the path of a member, its bit and the size.
     other = occupancy.exclude(jnp.array([3]))
     broken = list(spliced(occupancy.members, other.members))
@@ -399,45 +391,6 @@ def test_an_episode_can_end_without_a_flag_in_its_steps():
         testing.assert_valid(buffer.replace(data=buffer.data | {"terminated": changed}))
 
 
-def test_windows_of_one_episode_are_drawn_and_no_others():
-    episodes = jaxbuf.Episodes(boundary="avoid", short_windows="never")
-    buffer = trajectories(episodes=episodes)
-    testing.assert_valid(buffer)
-    crossing, whole = 7, 4
-    for marked, slot, is_now in (
-        (buffer.occupancy.include, crossing, True),
-        (buffer.occupancy.exclude, whole, False),
-    ):
-        with says(f"buffer.occupancy.members[{slot}] is {is_now}; expected True exactly for"):
-            testing.assert_valid(buffer.replace(occupancy=marked(jnp.array([slot]))))
-
-
-def test_shapes_and_dtypes_are_those_of_a_new_buffer():
-    buffer = prioritized(rows=5, capacity=9)
-    with says("buffer.data is float32[8]; expected float32[9]"):
-        testing.assert_valid(dataclasses.replace(buffer, data=buffer.data[:8]))
-    with says("buffer.counters is int32[2]; expected uint32[2]"):
-        testing.assert_valid(buffer.replace(counters=buffer.counters.astype(jnp.int32)))
-    with says("buffer is not built as its configuration says"):
-        testing.assert_valid(buffer.replace(sampler=jaxbuf.Uniform()))
-
-
-def test_names_lead_to_what_is_wrong():
-    limits = jaxbuf.Freshness(max_use=3)
-    buffer = ranked(freshness=limits)
-    for broken, message in (
-        (buffer.occupancy.inner.replace(held=jnp.uint32(9)), "size"),
-        (buffer.occupancy.inner.demote(jnp.array([2])), "scored[2]"),
-    ):
-        with says(f"buffer.occupancy.inner.{message} is"):
-            occupancy = buffer.occupancy.replace(inner=broken)
-            testing.assert_valid(buffer.replace(occupancy=occupancy))
-    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 9, freshness=limits)
-    ring = buffer.occupancy.inner.replace(cursor=jnp.uint32(3), held=jnp.uint32(0))
-    with says("buffer.occupancy.inner.position is 3; expected 0, the size"):
-        testing.assert_valid(buffer.replace(occupancy=buffer.occupancy.replace(inner=ring)))
-
-
 def test_arrays_of_the_host_are_as_good():
     for make in (prioritized, ranked, trajectories, lambda: fresh(max_use=2)):
         buffer = jax.device_get(make())
@@ -445,9 +398,7 @@ def test_arrays_of_the_host_are_as_good():
 
 
 def test_buffers_are_found_wherever_they_are():
-    good, bad = prioritized(rows=5, capacity=9), prioritized(rows=5, capacity=9)
-    masses = bad.sampler_state.set(jnp.array([6]), jnp.array([1.0]))
-    bad = bad.replace(sampler_state=masses)
+    good, bad = few(), changed(few, "sampler_state", mass(6, 1.0))
     for state, name in (
         ({"params": jnp.zeros(3), "replay": bad}, "buffer['replay'].sampler_state.leaves[6]"),
         (jaxbuf.Mixture.create([good, bad], [1, 1]), "buffer.parts[1].sampler_state.leaves[6]"),
@@ -462,9 +413,7 @@ def test_buffers_are_found_wherever_they_are():
 
 
 def test_only_the_first_of_many_problems_are_shown():
-    bad = prioritized(rows=5, capacity=9)
-    masses = bad.sampler_state.set(jnp.array([6]), jnp.array([jnp.nan]))
-    bad = bad.replace(sampler_state=masses)
+    bad = changed(few, "sampler_state", mass(6, jnp.nan))
     with says("buffer[7]", "and 4 more") as raised:
         testing.assert_valid([bad] * 12)
     assert "buffer[8]" not in str(raised.value)
@@ -473,7 +422,7 @@ def test_only_the_first_of_many_problems_are_shown():
 @pytest.mark.parametrize("check", [testing.assert_valid, testing.assert_resumes])
 def test_what_has_no_numbers_is_refused(check):
     check = functools.partial(check, lambda x: x) if check is testing.assert_resumes else check
-    buffer = prioritized(rows=5, capacity=9)
+    buffer = few()
     with pytest.raises(ValueError, match="buffer is traced; call this with arrays, outside of"):
         jax.jit(check)(buffer)
     with pytest.raises(ValueError, match="buffer is a shape without numbers"):
@@ -791,24 +740,6 @@ def test_a_step_that_is_too_small_to_tell_is_refused():
 
 
 # assert_resumes
-
-
-@every_state
-def test_a_run_goes_on_where_it_was_interrupted(name):
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state):
-        key, subkey = jax.random.split(state["key"])
-        buffer, scale = state["buffer"], state["steps"].astype(jnp.float32) + 1
-        buffer = operations.OPERATIONS["add"][1](buffer, None, scale, subkey)
-        sample = operations.draw(buffer, subkey)
-        return {"buffer": buffer, "key": key, "steps": state["steps"] + 1}, sample
-
-    state = {
-        "buffer": operations.BUFFERS[name](),
-        "key": jax.random.key(0),
-        "steps": np.zeros((), np.int32),
-    }
-    testing.assert_resumes(step, state, steps=3)
 
 
 def test_a_checkpoint_that_loses_something_is_named(tmp_path, monkeypatch):
