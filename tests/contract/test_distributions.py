@@ -68,8 +68,13 @@ def assert_draws(buffer, law, batch_size=1, rows=DRAWS, seed=0):
 
 
 def twin_of(sampler, priorities):
-    masses = [reference.mass(p, sampler.alpha, sampler.epsilon) for p in priorities]
-    return reference.proportional(masses, sampler.uniform_mix)
+    """The law of one draw, and the masses of which it is made."""
+    if isinstance(sampler, jaxbuf.Uniform):
+        masses, mix = [1.0] * len(priorities), 0.0
+    else:
+        masses = [reference.mass(p, sampler.alpha, sampler.epsilon) for p in priorities]
+        mix = sampler.uniform_mix
+    return reference.proportional(masses, mix), masses
 
 
 LAWS = {
@@ -91,44 +96,76 @@ SINGLE_DRAWS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "how"), SINGLE_DRAWS)
-def test_a_single_draw_has_the_exact_law(name, how):
-    sampler = jaxbuf.Prioritized(**LAWS[name], **how)
-    buffer = filled(sampler, PRIORITIES, capacity=9)
-    law = twin_of(sampler, PRIORITIES)
+def check_single_draws(sampler, priorities, law, rtol):
+    buffer = filled(sampler, priorities, capacity=9)
     drawn = samples(buffer, 1, DRAWS)
     assert drawn.valid.all()
     assert_law(drawn.data, law)
-    np.testing.assert_allclose(drawn.probability, law[drawn.data], rtol=1e-5)
+    np.testing.assert_allclose(drawn.probability, np.asarray(law)[drawn.data], rtol=rtol)
+    chex.assert_tree_all_finite(buffer.metrics())
+
+
+@pytest.mark.parametrize(("name", "how"), SINGLE_DRAWS)
+def test_a_single_draw_has_the_exact_law(name, how):
+    sampler = jaxbuf.Prioritized(**LAWS[name], **how)
+    check_single_draws(sampler, PRIORITIES, twin_of(sampler, PRIORITIES)[0], rtol=1e-5)
+
+
+TINY, LARGEST = 1e-30, float(np.finfo(np.float32).max)
+EDGES = [
+    # All zero: uniform over the live items.
+    *(
+        (name, how, [0.0] * 5, [0.2] * 5)
+        for name, how in SINGLE_DRAWS
+        if name in ("default", "mix")
+    ),
+    # An exponent of zero still skips them, and the mix reaches them.
+    ("alpha-zero", {}, (0.0, 5.0, 0.0, 0.1), (0, 0.5, 0, 0.5)),
+    ("mix", {}, (0.0, 1.0), (0.1, 0.9)),
+    # Sums so small that a share of them is no normal float any more.
+    *(
+        ("proportional", {}, (least, 0.0, 2 * least, least), (0.25, 0, 0.5, 0.25))
+        for least in (1e-20, TINY, 3e-38)
+    ),
+    # The square underflows; the mass is clipped to the smallest normal number instead.
+    ("squared", {}, (0.0, TINY, TINY), (0, 0.5, 0.5)),
+    *(
+        (name, {}, (LARGEST, LARGEST, 1.0, LARGEST, LARGEST), (0.25, 0.25, 0, 0.25, 0.25))
+        for name in ("proportional", "squared")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "priorities", "law"), EDGES)
+def test_zero_tiny_and_huge_priorities_have_their_shares(name, how, priorities, law):
+    check_single_draws(jaxbuf.Prioritized(**LAWS[name], **how), priorities, law, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("stratified", "uniform_mix"), [(True, 0.0), (True, 0.3), (False, 0.3)])
 def test_batches_follow_the_law_in_total(stratified, uniform_mix):
     # Stratified counts vary less than multinomial ones, so that chi-square is conservative there.
     sampler = jaxbuf.Prioritized(alpha=1.0, stratified=stratified, uniform_mix=uniform_mix)
-    assert_draws(filled(sampler, PRIORITIES), twin_of(sampler, PRIORITIES), 13, seed=1)
+    assert_draws(filled(sampler, PRIORITIES), twin_of(sampler, PRIORITIES)[0], 13, seed=1)
 
 
-def test_every_row_of_an_unstratified_batch_has_the_law():
-    sampler = jaxbuf.Prioritized(alpha=1.0, stratified=False)
-    drawn = samples(filled(sampler, PRIORITIES), 4, DRAWS, seed=2)
-    for row in range(4):
-        assert_law(drawn.data[:, row], twin_of(sampler, PRIORITIES))
-
-
-def test_rows_of_an_unstratified_batch_are_independent():
-    priorities = (1.0, 2.0, 3.0)
-    sampler = jaxbuf.Prioritized(alpha=1.0, stratified=False)
+@pytest.mark.parametrize(
+    ("sampler", "priorities"),
+    [
+        (jaxbuf.Prioritized(alpha=1.0, stratified=False), (1.0, 2.0, 3.0)),
+        (jaxbuf.Uniform(), [1.0] * 4),
+    ],
+)
+def test_rows_of_a_batch_without_strata_are_independent(sampler, priorities):
     drawn = samples(filled(sampler, priorities), 3, DRAWS, seed=3).data
-    law = np.array(priorities) / 6
+    law = np.array(priorities) / sum(priorities)
     for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert_law(drawn[:, a] * 3 + drawn[:, b], np.outer(law, law).ravel())
+        assert_law(drawn[:, a] * len(law) + drawn[:, b], np.outer(law, law).ravel())
 
 
 @pytest.mark.parametrize("batch_size", [2, 7, 32])
 def test_stratified_draws_take_one_from_each_stratum(batch_size):
     sampler = jaxbuf.Prioritized(alpha=1.0)
-    law = twin_of(sampler, PRIORITIES)
+    law, _ = twin_of(sampler, PRIORITIES)
     drawn = samples(filled(sampler, PRIORITIES), batch_size, 500, seed=4)
     # An item of share p covers a run of p * B strata and is cut by at most two more.
     counts = np.stack([(drawn.data == item).sum(1) for item in range(len(law))], 1)
@@ -140,12 +177,6 @@ def test_stratified_draws_take_one_from_each_stratum(batch_size):
     stratum = np.arange(batch_size)
     assert (edges[order + 1] > stratum / batch_size - 1e-6).all()
     assert (edges[order] < (stratum + 1) / batch_size + 1e-6).all()
-
-
-def test_strata_that_fit_the_items_give_exact_counts():
-    drawn = samples(filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 2.0, 5.0)), 16, 500, seed=5)
-    for item, count in enumerate((2, 4, 10)):
-        np.testing.assert_array_equal((drawn.data == item).sum(1), count)
 
 
 @pytest.mark.parametrize("replacement", [True, False])
@@ -163,31 +194,6 @@ def test_uniform_after_wrapping():
     assert_draws(buffer, np.full(5, 0.2), 4, seed=7)
 
 
-def test_rows_of_a_uniform_batch_are_independent():
-    drawn = samples(filled(jaxbuf.Uniform(), [1.0] * 4), 3, DRAWS, seed=8).data
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert_law(drawn[:, a] * 4 + drawn[:, b], np.full(16, 1 / 16))
-
-
-@pytest.mark.parametrize(
-    "how", [{}, {"stratified": False}, {"uniform_mix": 0.4}, {"replacement": False}]
-)
-def test_all_zero_priorities_are_uniform_over_the_live_items(how):
-    sampler = jaxbuf.Prioritized(**how)
-    drawn = samples(filled(sampler, [0.0] * 5, capacity=8), 1, DRAWS, seed=9)
-    assert drawn.valid.all()
-    assert_law(drawn.data, np.full(5, 0.2))
-    np.testing.assert_allclose(drawn.probability, 0.2, rtol=1e-6)
-
-
-def test_all_zero_without_replacement_still_gives_every_live_item():
-    buffer = filled(jaxbuf.Prioritized(replacement=False), [0.0] * 5, capacity=8)
-    drawn = samples(buffer, 6, 50, seed=10)
-    np.testing.assert_array_equal(drawn.valid.sum(1), 5)
-    for data, valid in zip(drawn.data, drawn.valid, strict=True):
-        assert sorted(data[valid].tolist()) == [0, 1, 2, 3, 4]
-
-
 def ordered(data, n):
     """Ordered draws as one integer in base ``n``."""
     return np.asarray(data) @ (n ** np.arange(data.shape[1])[::-1])
@@ -200,29 +206,21 @@ def law_of_orders(masses, draws):
     return law
 
 
-@pytest.mark.parametrize("priorities", [(1.0, 0.0, 3.0, 6.0), (9.0, 1.0, 1.0, 2.0)])
-@pytest.mark.parametrize("draws", [2, 3])
-def test_without_replacement_is_successive_drawing(priorities, draws):
-    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
+@pytest.mark.parametrize(
+    ("sampler", "priorities", "draws"),
+    [
+        (jaxbuf.Prioritized(alpha=1.0, replacement=False), (1.0, 0.0, 3.0, 6.0), 2),
+        (jaxbuf.Prioritized(alpha=1.0, replacement=False), (9.0, 1.0, 1.0, 2.0), 3),
+        (jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, replacement=False), (1.0, 0.0, 4.0), 2),
+        (jaxbuf.Uniform(replacement=False), [1.0] * 5, 3),
+    ],
+)
+def test_without_replacement_is_successive_drawing(sampler, priorities, draws):
     drawn = samples(filled(sampler, priorities, capacity=6), draws, 2 * DRAWS, seed=11)
     assert drawn.valid.all()
-    assert_law(ordered(drawn.data, 4), law_of_orders(priorities, draws))
-    first = np.array(priorities) / sum(priorities)
+    first, masses = twin_of(sampler, priorities)
+    assert_law(ordered(drawn.data, len(masses)), law_of_orders(masses, draws))
     np.testing.assert_allclose(drawn.probability, first[drawn.data], rtol=1e-5)
-
-
-def test_without_replacement_uses_alpha_and_epsilon():
-    sampler = jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, replacement=False)
-    priorities = (1.0, 0.0, 4.0)
-    drawn = samples(filled(sampler, priorities), 2, DRAWS, seed=12)
-    masses = [reference.mass(p, 0.5, 0.1) for p in priorities]
-    assert_law(ordered(drawn.data, 3), law_of_orders(masses, 2))
-
-
-def test_uniform_without_replacement_is_every_order_alike():
-    drawn = samples(filled(jaxbuf.Uniform(replacement=False), [1.0] * 5, 7), 3, DRAWS, seed=13)
-    assert_law(ordered(drawn.data, 5), law_of_orders([1.0] * 5, 3))
-    np.testing.assert_allclose(drawn.probability, 0.2, rtol=1e-6)
 
 
 def test_without_replacement_the_whole_buffer_is_a_permutation():
@@ -250,7 +248,7 @@ def test_without_replacement_extreme_shares_are_still_all_found():
 def test_the_mix_without_replacement_draws_first_from_the_mixture():
     sampler = jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.5, replacement=False)
     drawn = samples(filled(sampler, PRIORITIES), 3, DRAWS, seed=16)
-    assert_law(drawn.data[:, 0], twin_of(sampler, PRIORITIES))
+    assert_law(drawn.data[:, 0], twin_of(sampler, PRIORITIES)[0])
     assert (np.diff(np.sort(drawn.data, 1), axis=1) > 0).all()
 
 
@@ -272,69 +270,6 @@ def test_a_zero_priority_is_never_drawn(stratified):
     assert (priorities[drawn.data] > 0).all()
     assert (drawn.probability > 0).all()
     assert drawn.valid.all()
-
-
-def test_alpha_zero_still_skips_zero_priorities():
-    drawn = samples(filled(jaxbuf.Prioritized(alpha=0.0), (0.0, 5.0, 0.0, 0.1)), 8, 500, seed=18)
-    assert set(np.unique(drawn.data)) == {1, 3}
-    np.testing.assert_allclose(drawn.probability, 0.5, rtol=1e-6)
-
-
-def test_the_mix_reaches_zero_priorities():
-    sampler = jaxbuf.Prioritized(alpha=1.0, uniform_mix=0.5)
-    assert_draws(filled(sampler, (0.0, 1.0)), (0.25, 0.75), seed=19)
-
-
-@pytest.mark.parametrize("priority", [1e-20, 1e-30, 3e-38])
-def test_small_priorities_keep_their_shares(priority):
-    """Sums so small that a share of them is no normal float any more."""
-    sampler = jaxbuf.Prioritized(alpha=1.0)
-    drawn = samples(filled(sampler, (priority, 0.0, 2 * priority, priority)), 1, DRAWS, seed=26)
-    assert_law(drawn.data, (0.25, 0.0, 0.5, 0.25))
-    np.testing.assert_allclose(drawn.probability, np.array([0.25, 0, 0.5, 0.25])[drawn.data], 1e-6)
-
-
-def test_masses_too_small_for_a_float_still_count():
-    """``1e-30 ** 2`` underflows; the mass is clipped to the smallest normal number instead."""
-    drawn = samples(filled(jaxbuf.Prioritized(alpha=2.0), (0.0, 1e-30, 1e-30)), 1, DRAWS, seed=20)
-    assert_law(drawn.data, (0.0, 0.5, 0.5))
-    np.testing.assert_allclose(drawn.probability, 0.5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("alpha", [1.0, 3.0])
-def test_the_largest_priorities_do_not_overflow(alpha):
-    largest = float(np.finfo(np.float32).max)
-    buffer = filled(jaxbuf.Prioritized(alpha=alpha), (largest, largest, 1.0, largest, largest))
-    drawn = samples(buffer, 1, DRAWS, seed=21)
-    assert_law(drawn.data, (0.25, 0.25, 0.0, 0.25, 0.25))
-    np.testing.assert_allclose(drawn.probability, 0.25, rtol=1e-6)
-    chex.assert_tree_all_finite(buffer.metrics())
-
-
-def test_reported_probabilities_sum_to_one():
-    rng = np.random.default_rng(22)
-    priorities = rng.exponential(size=40).astype(np.float32)
-    for mix in (0.0, 0.25):
-        sampler = jaxbuf.Prioritized(uniform_mix=mix, replacement=False)
-        drawn = samples(filled(sampler, priorities, 50), 40, 1, seed=22)
-        assert drawn.valid.all()
-        assert drawn.probability.sum(dtype=np.float64) == pytest.approx(1.0, rel=1e-5)
-
-
-def test_frequencies_follow_updates():
-    sampler = jaxbuf.Prioritized(alpha=1.0)
-    buffer = filled(sampler, PRIORITIES)
-    slots = jaxbuf.sample(buffer, jax.random.key(0), 512).slots
-    data = np.asarray(jaxbuf.sample(buffer, jax.random.key(0), 512).data)
-    rows = np.array([np.flatnonzero(data == item)[0] for item in (0, 2, 4)])
-    buffer = jaxbuf.update_priority(
-        buffer,
-        jax.tree.map(lambda leaf: leaf[rows], slots),
-        jnp.array([4.0, 0.0, 0.5], jnp.float32),
-    )
-    changed = np.array(PRIORITIES)
-    changed[[0, 2, 4]] = (4.0, 0.0, 0.5)
-    assert_draws(buffer, changed / changed.sum(), seed=23)
 
 
 def test_every_slot_of_a_larger_buffer_is_reached():
