@@ -1,8 +1,8 @@
 """The contract of `ItemBuffer`, for every sampler and under every transformation.
 
-One random script of adds, samples, updates and clears is run eagerly, jitted step by step, as one
-scan, as a vmap over three scripts and through the donating functions. The jitted run is compared
-with the NumPy twin after every step, and the other runs with the jitted one.
+Random scripts of adds, samples, updates and clears are run by one scan, which is compared with the
+NumPy twin after every step. A script is also run eagerly, jitted step by step, in a vmap over three
+scripts and through the donating functions, and these are compared with the scan.
 """
 
 import functools
@@ -37,76 +37,78 @@ LARGER = {
     "unstratified-initial-zero", "epsilon-and-mix", "mix-without-replacement", "ranked", "blended"
 }  # fmt: skip
 
-OPTIONS = {
-    "uniform": None,
-    "uniform-without-replacement": {"replacement": False},
-    "prioritized": {"alpha": 0.6},
-    "unstratified-initial-zero": {"alpha": 1.0, "stratified": False, "initial_priority": 0.0},
-    "epsilon-and-mix": {
-        "alpha": 0.7,
-        "epsilon": 0.01,
-        "uniform_mix": 0.3,
-        "initial_priority": 2.0,
-    },
-    "varying": {"alpha": 0.6, "epsilon": 0.01, "uniform_mix": 0.3},
-    "prioritized-without-replacement": {"alpha": 0.6, "replacement": False},
-    "mix-without-replacement": {"alpha": 1.0, "uniform_mix": 0.25, "replacement": False},
-    "recent": {"alpha": 1.0},
-    "ranked": {"alpha": 0.7},
-    "ranked-seldom": {"alpha": 1.0, "sort_every": 3},
-    "ranked-without-replacement": {"alpha": 0.5, "replacement": False},
-    "blended": {"alpha": 0.7},
-    "stale": {},
-    "stale-without-replacement": {"replacement": False},
-}
 # A part of a batch from the newest items: the ratio, and how many are new. Products with a half are
 # exact, so that a fused multiply and add rounds as two steps do.
-RECENT = {"recent": (0.5, 2)}
+RECENT = 0.5, 2
 # Exponents of priorities, how many items are new, and weights, whose products are exact as well.
-BLENDED = ((0.7, 0.0), 3, (0.5, 0.25, 0.25))
+BLENDED = (0.7, 0.0), 3, (0.5, 0.25, 0.25)
+
+
+def varying(**options):
+    return jaxbuf.Prioritized(**{name: jaxbuf.Varying(value) for name, value in options.items()})
+
+
+def recent(**options):
+    return jaxbuf.Recent(*RECENT, jaxbuf.Prioritized(**options))
+
+
+def blended(alpha):
+    parts = jaxbuf.Prioritized(alpha), jaxbuf.Uniform(), jaxbuf.Recent(1.0, BLENDED[1])
+    return jaxbuf.Blend(parts, BLENDED[2])
+
+
+def recent_twin(capacity, **options):
+    return RecentItemBuffer(capacity, *RECENT, **options)
+
+
+def blended_twin(capacity, **options):
+    return BlendedItemBuffer(capacity, *BLENDED, **options)
+
+
+UNIFORM = jaxbuf.Uniform, reference.ItemBuffer
+PRIORITIZED = jaxbuf.Prioritized, reference.ItemBuffer
+RANKED = jaxbuf.RankBased, RankedItemBuffer
+STALE = jaxbuf.Staleness, StaleItemBuffer
+MIX = {"alpha": 0.6, "epsilon": 0.01, "uniform_mix": 0.3}
+# A sampler, its twin, and the options of both.
+SAMPLERS = {
+    "uniform": (*UNIFORM, {}),
+    "uniform-without-replacement": (*UNIFORM, {"replacement": False}),
+    "prioritized": (*PRIORITIZED, {"alpha": 0.6}),
+    "unstratified-initial-zero": (
+        *PRIORITIZED, {"alpha": 1.0, "stratified": False, "initial_priority": 0.0}
+    ),
+    "epsilon-and-mix": (*PRIORITIZED, MIX | {"alpha": 0.7, "initial_priority": 2.0}),
+    "varying": (varying, reference.ItemBuffer, MIX),
+    "prioritized-without-replacement": (*PRIORITIZED, {"alpha": 0.6, "replacement": False}),
+    "mix-without-replacement": (
+        *PRIORITIZED, {"alpha": 1.0, "uniform_mix": 0.25, "replacement": False}
+    ),
+    "recent": (recent, recent_twin, {"alpha": 1.0}),
+    "ranked": (*RANKED, {"alpha": 0.7}),
+    "ranked-seldom": (*RANKED, {"alpha": 1.0, "sort_every": 3}),
+    "ranked-without-replacement": (*RANKED, {"alpha": 0.5, "replacement": False}),
+    "blended": (blended, blended_twin, {"alpha": 0.7}),
+    "stale": (*STALE, {}),
+    "stale-without-replacement": (*STALE, {"replacement": False}),
+}  # fmt: skip
 
 # Of these, a part of what was drawn is removed after each step.
 REMOVABLE = {"prioritized-without-replacement", "ranked-seldom", "stale-without-replacement"}
 
-every_sampler = pytest.mark.parametrize("name", list(OPTIONS))
+every_sampler = pytest.mark.parametrize("name", list(SAMPLERS))
 
 
 def capacity_of(name):
     return LARGE if name in LARGER else SMALL
 
 
-def make(name):
-    """A sampler of jaxbuf and the options of its twin."""
-    options = OPTIONS[name] or {}
-    if name in RECENT:
-        return jaxbuf.Recent(*RECENT[name], jaxbuf.Prioritized(**options)), options
-    if is_ranked(name):
-        return jaxbuf.RankBased(**options), options
-    if is_stale(name):
-        return jaxbuf.Staleness(**options), options
-    if name == "blended":
-        (alpha, _), newest, weights = BLENDED
-        newest = jaxbuf.Recent(1.0, newest)
-        samplers = (jaxbuf.Prioritized(alpha), jaxbuf.Uniform(), newest)
-        return jaxbuf.Blend(samplers, weights), options
-    if name == "varying":
-        numbers = {key: jaxbuf.Varying(value) for key, value in options.items()}
-        return jaxbuf.Prioritized(**numbers), options
-    if "alpha" in options:
-        return jaxbuf.Prioritized(**options), options
-    return jaxbuf.Uniform(**options), options
-
-
 def is_prioritized(name):
-    return "alpha" in (OPTIONS[name] or {})
-
-
-def is_ranked(name):
-    return name.startswith("ranked")
+    return "alpha" in SAMPLERS[name][2]
 
 
 def is_stale(name):
-    return name.startswith("stale")
+    return SAMPLERS[name][1] is StaleItemBuffer
 
 
 def flags_of(name):
@@ -204,29 +206,47 @@ def observe(buffer, sample):
     }
 
 
-def step(carry, operation, *, prioritized, onward, removes):
-    """One step of a script with the pure methods."""
+def cleared(buffer):
+    return buffer.clear()
+
+
+def unchanged(buffer):
+    return buffer
+
+
+def step(carry, operation, *, prioritized, onward, removes, donates=False):
+    """One step of a script with the pure methods, or the functions that consume the buffer."""
+
+    def call(what, buffer, *args, **options):
+        if donates:
+            return getattr(jaxbuf, what)(buffer, *args, **options)
+        return getattr(buffer, what)(*args, **options)
+
+    # What is seen of a buffer may be a part of it, which is then consumed.
+    keep = jax.device_get if donates else unchanged
     buffer, remembered = carry
-    buffer = jax.lax.cond(operation["clear"], lambda b: b.clear(), lambda b: b, buffer)
-    before = buffer.metrics()
-    buffer = buffer.add(operation["default_rows"], mask=operation["default_mask"])
+    buffer = jax.lax.cond(operation["clear"], cleared, unchanged, buffer)
+    before = keep(buffer.metrics())
+    buffer = call("add", buffer, operation["default_rows"], mask=operation["default_mask"])
     explicit = {"priority": operation["explicit_priority"]} if prioritized else {}
-    buffer = buffer.add(operation["explicit_rows"], mask=operation["explicit_mask"], **explicit)
+    rows, mask = operation["explicit_rows"], operation["explicit_mask"]
+    buffer = call("add", buffer, rows, mask=mask, **explicit)
     key = jax.random.wrap_key_data(operation["key"])
-    after, sample = buffer.next_batch(key, BATCH) if onward else (buffer, buffer.sample(key, BATCH))
-    seen = observe(buffer, sample) | {"before": before, "added": buffer.metrics()}
-    buffer = after
+    sample = call("sample", buffer, key, BATCH)
+    seen = keep(observe(buffer, sample) | {"before": before, "added": buffer.metrics()})
+    if onward:
+        buffer, sample = call("next_batch", buffer, key, BATCH)
+        seen["sample"] = keep(sample)
     if prioritized:
         slots = choose_slots(sample.slots, remembered, operation["pick"], buffer.capacity)
-        buffer = buffer.update_priority(
-            slots, operation["update_priority"], mask=operation["update_mask"]
-        )
+        priority, mask = operation["update_priority"], operation["update_mask"]
+        buffer = call("update_priority", buffer, slots, priority, mask=mask)
     if removes:
-        buffer = buffer.remove(sample.slots, mask=operation["remove_mask"])
+        buffer = call("remove", buffer, sample.slots, mask=operation["remove_mask"])
     remembered = jax.tree.map(
         lambda old, new: jnp.where(operation["remember"], new, old), remembered, sample.slots
     )
-    return (buffer, remembered), seen | {"updated": buffer.metrics()}
+    return (buffer, remembered), seen | {"updated": keep(buffer.metrics())}
 
 
 def at(tree, t):
@@ -238,71 +258,41 @@ def stack(trees):
 
 
 def start(name):
-    sampler, _ = make(name)
+    make, _, options = SAMPLERS[name]
     parts = (jaxbuf.Removable(),) if name in REMOVABLE else ()
-    buffer = jaxbuf.ItemBuffer.create(example(), capacity_of(name), sampler=sampler, parts=parts)
+    buffer = jaxbuf.ItemBuffer.create(
+        example(), capacity_of(name), sampler=make(**options), parts=parts
+    )
     return buffer, no_slots(capacity_of(name))
 
 
-def run_in_python(name, operations, steps, transform):
-    """One call of ``transform(step)`` for each step."""
-    function = transform(functools.partial(step, **flags_of(name)))
+@functools.cache
+def scanned(name, seed=0):
+    """The run everything else is compared with, leaves ``[STEPS, ...]``."""
+    (buffer, _), seen = program(name)(start(name), script(seed))
+    testing.assert_valid(buffer)
+    assert buffer.size == seen["updated"]["size"][-1]
+    return jax.device_get(seen)
+
+
+@functools.cache
+def program(name):
+    return jax.jit(scan(name))
+
+
+def scan(name):
+    return functools.partial(jax.lax.scan, functools.partial(step, **flags_of(name)))
+
+
+def check(name, steps=STEPS, transform=unchanged, **options):
+    """One call of ``transform(step)`` for each step is the scan."""
+    function = transform(functools.partial(step, **flags_of(name), **options))
     carry, seen = start(name), []
     for t in range(steps):
-        carry, out = function(carry, at(operations, t))
+        carry, out = function(carry, jax.tree.map(jnp.asarray, at(script(0), t)))
         seen.append(out)
     testing.assert_valid(carry[0])
-    return stack(seen)
-
-
-@functools.cache
-def jitted(name, seed=0):
-    """The run everything else is compared with, leaves ``[STEPS, ...]``."""
-    return run_in_python(name, script(seed), STEPS, jitted_step)
-
-
-@functools.cache
-def compiled_step(**flags):
-    return jax.jit(functools.partial(step, **flags))
-
-
-def jitted_step(function):
-    return compiled_step(**function.keywords)
-
-
-def run_donated(name, operations):
-    """The same script through the functions of the package, which consume the buffer."""
-    buffer, remembered = start(name)
-    prioritized, seen = is_prioritized(name), []
-    for t in range(STEPS):
-        operation = jax.tree.map(jnp.asarray, at(operations, t))
-        if operation["clear"]:
-            buffer = buffer.clear()
-        before = jax.device_get(buffer.metrics())
-        buffer = jaxbuf.add(buffer, operation["default_rows"], mask=operation["default_mask"])
-        explicit = {"priority": operation["explicit_priority"]} if prioritized else {}
-        buffer = jaxbuf.add(
-            buffer, operation["explicit_rows"], mask=operation["explicit_mask"], **explicit
-        )
-        key = jax.random.wrap_key_data(operation["key"])
-        sample = jaxbuf.sample(buffer, key, BATCH)
-        out = observe(buffer, sample) | {"before": before, "added": buffer.metrics()}
-        out = jax.device_get(out)
-        if is_stale(name):
-            buffer, sample = jaxbuf.next_batch(buffer, key, BATCH)
-            out["sample"] = jax.device_get(sample)
-        if prioritized:
-            slots = choose_slots(sample.slots, remembered, operation["pick"], buffer.capacity)
-            buffer = jaxbuf.update_priority(
-                buffer, slots, operation["update_priority"], mask=operation["update_mask"]
-            )
-        if name in REMOVABLE:
-            buffer = jaxbuf.remove(buffer, sample.slots, mask=operation["remove_mask"])
-        if operation["remember"]:
-            remembered = sample.slots
-        seen.append(out | {"updated": jax.device_get(buffer.metrics())})
-    testing.assert_valid(buffer)
-    return stack(seen)
+    assert_same(at(scanned(name), slice(steps)), stack(seen))
 
 
 def assert_same(expected, actual):
@@ -331,18 +321,9 @@ class Replay:
     def __init__(self, name):
         self.name = name
         self.prioritized = is_prioritized(name)
-        _, options = make(name)
+        _, twin, options = SAMPLERS[name]
         self.capacity = capacity_of(name)
-        if name in RECENT:
-            self.twin = RecentItemBuffer(self.capacity, *RECENT[name], **options)
-        elif is_ranked(name):
-            self.twin = RankedItemBuffer(self.capacity, **options)
-        elif is_stale(name):
-            self.twin = StaleItemBuffer(self.capacity, **options)
-        elif name == "blended":
-            self.twin = BlendedItemBuffer(self.capacity, *BLENDED, **options)
-        else:
-            self.twin = reference.ItemBuffer(self.capacity, **options)
+        self.twin = twin(self.capacity, **options)
         self.items = {}
         self.generations = {}
         self.offset = 0
@@ -363,19 +344,15 @@ class Replay:
         chex.assert_tree_all_finite(sample.probability)
         np.testing.assert_array_equal(sample.slots.index[~valid], self.capacity)
         np.testing.assert_array_equal(sample.probability[~valid], 0.0)
-        drawn = []
-        for row in range(BATCH):
-            if not valid[row]:
-                drawn.append(None)
-                continue
-            uid = int(sample.data["uid"][row])
-            item = self.items[uid]
-            assert self.twin.is_live(item), f"item {uid} is gone or was never there"
-            chex.assert_trees_all_equal(at(sample.data, row), rows(uid))
-            np.testing.assert_allclose(sample.probability[row], shares[item], rtol=1e-5)
+        drawn = [None] * BATCH
+        for row in np.flatnonzero(valid):
+            drawn[row] = item = self.items[int(sample.data["uid"][row])]
+            assert self.twin.is_live(item), f"item {item.data} is gone or was never there"
             assert shares[item] > 0
             self.check_slot(item, int(sample.slots.index[row]), int(sample.slots.generation[row]))
-            drawn.append(item)
+        chex.assert_trees_all_equal(at(sample.data, valid), rows(sample.data["uid"][valid]))
+        expected = [shares[item] for item in drawn if item is not None]
+        np.testing.assert_allclose(sample.probability[valid], expected, rtol=1e-5)
         if not self.twin.replacement:
             present = [item for item in drawn if item is not None]
             assert len(set(present)) == len(present)
@@ -400,7 +377,7 @@ class Replay:
         if not (self.prioritized and twin.size):
             return
         masses = twin.masses()
-        if is_ranked(self.name):
+        if isinstance(twin, RankedItemBuffer):
             assert metrics["changes_since_sort"] == twin.changes
         elif twin.alpha == 1.0 and twin.epsilon == 0.0:
             for name, value in (
@@ -409,7 +386,7 @@ class Replay:
                 ("mean", masses.mean()),
             ):
                 np.testing.assert_allclose(metrics[f"priority_{name}"], value, rtol=1e-5)
-        if twin.uniform_mix == 0.0 and masses.any() and self.name not in RECENT:
+        if twin.uniform_mix == 0.0 and masses.any() and self.name != "recent":
             np.testing.assert_allclose(
                 metrics["effective_sample_size"], reference.effective_sample_size(masses), rtol=1e-4
             )
@@ -485,61 +462,55 @@ class Replay:
 @every_sampler
 @pytest.mark.parametrize("seed", range(LANES))
 def test_twin_agrees_after_every_step(name, seed):
-    operations, seen = script(seed), jitted(name, seed)
+    operations, seen = script(seed), scanned(name, seed)
     replay = Replay(name)
     for t in range(STEPS):
         replay.one_step(at(operations, t), at(seen, t))
     assert replay.twin.adds > replay.capacity
 
 
+# `test_debugging.py` fills all and draws from them without jit; here they are updated as well.
+@pytest.mark.parametrize("name", ["epsilon-and-mix", "blended", *sorted(REMOVABLE)[1:]])
+def test_eager_is_the_scan(name):
+    check(name, EAGER_STEPS)
+
+
 class VariantsTest(parameterized.TestCase):
-    """Compiled and not, with arrays of JAX and of NumPy as arguments."""
-
-    def check(self, name):
-        variant = run_in_python(name, script(0), EAGER_STEPS, self.variant)
-        assert_same(at(jitted(name), slice(EAGER_STEPS)), variant)
-
-    # `test_debugging.py` fills all and draws from them without jit; here they are updated as well.
-    @chex.variants(without_jit=True)
-    @parameterized.parameters("epsilon-and-mix", "recent", "blended", *sorted(REMOVABLE))
-    def test_eager_is_jitted(self, name):
-        self.check(name)
+    """With arrays of JAX and of NumPy as arguments."""
 
     # The dtypes of items do not affect samplers, so a few are enough.
     @chex.variants(with_jit=True, with_device=True, without_device=True)
     @parameterized.parameters("uniform", "epsilon-and-mix")
-    def test_variant_is_jitted(self, name):
-        self.check(name)
+    def test_variant_is_the_scan(self, name):
+        check(name, EAGER_STEPS, self.variant)
 
 
-def scanned(name):
-    return functools.partial(jax.lax.scan, functools.partial(step, **flags_of(name)))
-
-
-# Each class of samplers, of which two remove items.
-@pytest.mark.parametrize("name", ["prioritized", "recent", "blended", *sorted(REMOVABLE)[1:]])
-def test_scan_is_jitted(name):
-    (final, _), seen = jax.jit(scanned(name))(start(name), script(0))
-    assert_same(jitted(name), jax.device_get(seen))
-    assert final.size == jitted(name)["updated"]["size"][-1]
-    testing.assert_valid(final)
-
-
-@every_sampler
-def test_vmap_of_scans_is_jitted(name):
+# Each class of samplers; `test_histories.py` has more of them.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "uniform-without-replacement",
+        "mix-without-replacement",
+        "recent",
+        "blended",
+        *sorted(REMOVABLE)[1:],
+    ],
+)
+def test_vmap_of_scans_is_the_scan(name):
     carry = jax.tree.map(lambda leaf: np.stack([leaf] * LANES), start(name))
     operations = stack([script(seed) for seed in range(LANES)])
-    (buffers, _), seen = jax.device_get(jax.jit(jax.vmap(scanned(name)))(carry, operations))
+    (buffers, _), seen = jax.device_get(jax.jit(jax.vmap(scan(name)))(carry, operations))
     for lane in range(LANES):
-        assert_same(jitted(name, lane), at(seen, lane))
+        assert_same(scanned(name, lane), at(seen, lane))
     testing.assert_valid(buffers)
     np.testing.assert_array_equal(buffers.size, seen["updated"]["size"][:, -1])
     assert buffers.capacity == capacity_of(name)
 
 
-@pytest.mark.parametrize("name", ["uniform", "varying", "blended", *sorted(REMOVABLE)])
-def test_donated_is_jitted(name):
-    assert_same(jitted(name), run_donated(name, script(0)))
+# Those that remove stand for others of their classes.
+@pytest.mark.parametrize("name", ["uniform", "varying", "blended", *sorted(REMOVABLE)[1:]])
+def test_donated_is_the_scan(name):
+    check(name, donates=True)
 
 
 # As a user's programs are compiled; those of the other tests are not made fast.
@@ -555,6 +526,5 @@ OPTIMIZED = {
 
 
 @pytest.mark.parametrize("name", ["uniform", "mix-without-replacement", "recent"])
-def test_optimized_is_jitted(name):
-    compiled = functools.partial(jax.jit, compiler_options=OPTIMIZED)
-    assert_same(jitted(name), run_in_python(name, script(0), STEPS, compiled))
+def test_optimized_is_the_scan(name):
+    check(name, transform=functools.partial(jax.jit, compiler_options=OPTIMIZED))
