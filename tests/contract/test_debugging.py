@@ -18,23 +18,6 @@ def number():
     return jnp.float32(1)
 
 
-def test_reuse_and_transfers_are_found_when_a_program_is_traced():
-    """`test_shard_map.py` traces every operation so, and need not compile any."""
-
-    def reuses(key):
-        return jax.random.normal(key) + jax.random.uniform(key)
-
-    def sends(key):
-        with jax.ensure_compile_time_eval():
-            return jnp.add(np.arange(3), key.shape[0])
-
-    key = jax.random.key(0)
-    with jax.debug_key_reuse(True), pytest.raises(jax.errors.KeyReuseError):
-        jax.jit(reuses).trace(key)
-    with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError):
-        jax.jit(sends).trace(jnp.zeros(3))
-
-
 @pytest.mark.parametrize("name", ["prioritized", "windows-prioritized"])
 def test_nothing_is_sent_when_it_runs(name):
     buffer, sample = operations.concrete(name)
@@ -45,8 +28,10 @@ def test_nothing_is_sent_when_it_runs(name):
         jaxbuf.sample(buffer, key, operations.BATCH)
 
 
-@pytest.mark.parametrize("name", operations.DIFFERENT)
-def test_filling_and_sampling_is_the_same_without_jit(name):
+@pytest.mark.parametrize(
+    ("name", "what"), operations.pairs([(name, "add") for name in operations.DIFFERENT])
+)
+def test_filling_and_sampling_is_the_same_without_jit(name, what):
     key = jax.random.key(0)
     with jax.disable_jit(), jax.debug_nans(True):
         buffer = operations.BUFFERS[name]()
@@ -61,14 +46,14 @@ def test_filling_and_sampling_is_the_same_without_jit(name):
     chex.assert_trees_all_close((buffer, sample), operations.concrete(name), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        (name, what)
-        for name, what in operations.CASES
-        if what not in ("add", "sample") and (what in STRATEGIC or name in PLAIN)
-    ],
-)
+OTHERS = [
+    (name, what)
+    for name, what in operations.CASES
+    if what not in ("add", "sample") and (what in STRATEGIC or name in PLAIN)
+]
+
+
+@pytest.mark.parametrize(("name", "what"), operations.pairs(OTHERS))
 def test_every_operation_works_without_jit_and_computes_no_nan(name, what):
     _, function = operations.OPERATIONS[what]
     args = (*operations.concrete(name), number(), jax.random.key(0))
