@@ -360,6 +360,8 @@ CHANGE_CASES = [
     if not (name == "insert" and kind == "windows")
     and not (name == "update_score" and kind != "scored")
     and not (name == "remove" and kind == "items")
+    # What lets items be removed does no more in the others.
+    and not (name != "remove" and kind == "removable")
 ]
 
 
@@ -380,7 +382,8 @@ def test_changes_copy_nothing(kind, name, native_on):
     keys = jax.random.split(jax.random.key(0), 3)
     with native.using_native(native_on):
         assert_no_copy(step, buffer, keys)
-        testing.assert_no_copy(lambda b, k: step(b, k)[0], buffer, keys[0], smallest=CAPACITY)
+        if native_on:
+            testing.assert_no_copy(lambda b, k: step(b, k)[0], buffer, keys[0], smallest=CAPACITY)
 
 
 def test_a_mapped_field_is_one_pass():

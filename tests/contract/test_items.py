@@ -374,6 +374,9 @@ class Replay:
         twin = self.twin
         assert metrics["size"] == twin.size
         chex.assert_tree_all_finite(metrics)
+        if is_stale(self.name) and twin.size:
+            ages = [twin.now - twin.times[item] for item in twin.live]
+            assert metrics["batches_since_drawn_max"] == max(ages)
         if not (self.prioritized and twin.size):
             return
         masses = twin.masses()
