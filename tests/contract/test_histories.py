@@ -125,7 +125,9 @@ every_state = pytest.mark.parametrize(
 
 @every_state
 def test_every_operation_leaves_a_buffer_valid(name):
-    _, (drawn, after, *_) = results(name)
+    _, (drawn, after, *_) = seen = results(name)
+    numbers = [leaf for leaf in jax.tree.leaves(seen) if np.issubdtype(leaf.dtype, np.floating)]
+    assert not any(np.isnan(leaf).any() for leaf in numbers)
     testing.assert_valid(after)
     if operations.has_next_of_its_own(operations.empty(name)):
         testing.assert_valid(drawn)
@@ -153,20 +155,15 @@ def assert_same(found, expected):
     chex.assert_trees_all_equal(exact(found), exact(expected))
 
 
+BESIDE = (
+    "softmax-distinct", "shuffled-fresh-lowest", "diverse-greedy-lowest", "windows-fresh",
+    "windows-avoid", "queue", "mixture",
+)  # fmt: skip
+ALL_BESIDE = "reservoir", "windows-recent", "windows-balanced-distinct", "windows-episodes"
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "reservoir",
-        "softmax-distinct",
-        "shuffled-fresh-lowest",
-        "diverse-greedy-lowest",
-        "windows-balanced-distinct",
-        "windows-fresh",
-        "windows-episodes",
-        "windows-avoid",
-        "queue",
-        "mixture",
-    ],
+    "name", [*BESIDE, *(pytest.param(name, marks=pytest.mark.all) for name in ALL_BESIDE)]
 )
 def test_scans_side_by_side_do_what_each_does(name):
     it = history(name)

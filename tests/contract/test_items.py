@@ -168,9 +168,16 @@ def script(seed):
     operations["default_mask"][0] = False
     operations["explicit_mask"][0] = False
     operations["clear"][:2] = False
-    # All priorities at zero, somewhere in the middle: every stored item is picked and set to zero.
-    operations["update_priority"][STEPS // 2] = 0.0
-    operations["update_mask"][STEPS // 2] = True
+    # More rows than a small ring has slots, of which none is overwritten before the draw.
+    operations["default_mask"][3], operations["explicit_mask"][3] = True, False
+    # All priorities at zero, somewhere in the middle: every stored item is picked and set to zero,
+    # and drawn before others are added.
+    middle = STEPS // 2
+    operations["update_priority"][middle] = 0.0
+    operations["update_mask"][middle] = True
+    operations["pick"][middle] = np.arange(PICKS)
+    for mask in ("default_mask", "explicit_mask", "clear"):
+        operations[mask][middle + 1] = False
     return operations
 
 
