@@ -521,4 +521,4 @@ def pairs(cases):
         best = max(cases, key=lambda case: len(has[case] & left))
         chosen.add(best)
         left -= has[best]
-    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.all) for case in cases]
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.slow) for case in cases]

@@ -163,7 +163,7 @@ ALL_BESIDE = "reservoir", "windows-recent", "windows-balanced-distinct", "window
 
 
 @pytest.mark.parametrize(
-    "name", [*BESIDE, *(pytest.param(name, marks=pytest.mark.all) for name in ALL_BESIDE)]
+    "name", [*BESIDE, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL_BESIDE)]
 )
 def test_scans_side_by_side_do_what_each_does(name):
     it = history(name)

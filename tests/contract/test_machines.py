@@ -918,7 +918,7 @@ def run(machine, name, kernels=True):
 
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [*((name, True) for name in ITEMS), *((name, False) for name in WITHOUT_KERNELS)],
+    [*((name, True) for name in ITEMS), *((name, False) for name in sorted(WITHOUT_KERNELS))],
 )
 def test_items(name, kernels):
     run(ItemMachine, name, kernels)

@@ -43,7 +43,7 @@ def buffer():
     return jaxbuf.add(buffer, {"at": np.arange(S * N, dtype=np.int32)}, priority=priority)
 
 
-@pytest.mark.parametrize("tests", ["not all", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tests", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_on_eight_devices(tests):
     """Runs `sharded_on_devices.py`, since the number of devices is fixed when jax begins."""
     patient = (f"--{name}=300" for name in PATIENT if takes_option(name, 300))
