@@ -258,29 +258,11 @@ def check_sampler(sampler: object) -> None:
     """Checks that ``sampler`` is a sampler.
 
     Raises:
-        ValueError: If it is not a ``Sampler``, or has a method by a name of an older version.
+        ValueError: If it is not a ``Sampler``.
     """
     own = "one of your own that derives from jaxbuf.strategies.Sampler"
     expected = f"a sampler such as {Uniform()}, or {own}"
-    for leaf in checks.check_kind("sampler", sampler, Sampler, expected).leaf_samplers:
-        _check_names(leaf)
-
-
-def _check_names(sampler: Sampler) -> None:
-    for owner, new, olds in (
-        ("Sampler", "on_change", ("on_add", "remove", "on_slide")),
-        ("ShardableSampler", "with_global_default", ("lend",)),
-    ):
-        # A class that defines the new method, or is derived from, may keep the old one beside it.
-        for kind in type(sampler).__mro__:
-            if new in vars(kind):
-                break
-            for old in olds:
-                if old in vars(kind):
-                    raise ValueError(
-                        f"{sampler} has a method {old}, which is not called any more; define {new} "
-                        f"instead (see jaxbuf.strategies.{owner}.{new})"
-                    )
+    checks.check_kind("sampler", sampler, Sampler, expected)
 
 
 def check_removes(sampler: Sampler, what: str) -> None:

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 Tree = TypeVar("Tree")
 
-_FORMAT = 2
+# That of this version, and that of versions 0.2.0 and 0.3.0.
+_FORMAT, _BEFORE = 3, 2
 _DATA = "data"
 _SHARDED = "sharded"
 # The checksums of the chunks that a process wrote, by leaf and chunk.
@@ -187,9 +188,10 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             and ``Part.move``.
 
     Raises:
-        FileNotFoundError: If there is no checkpoint of version 0.2.0 or later.
+        FileNotFoundError: If there is no checkpoint.
         ValueError: If the checkpoint is damaged, has another format, or does not match ``like``;
-            the message names the differences.
+            the message names the differences. What version 0.3.0 saved is read; buffers that
+            version 0.2.0 kept in another form have to be loaded and saved by 0.3.0 first.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jaxbuf
@@ -247,10 +249,10 @@ def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
 
 def _load(version: Path, like: Tree, resize: bool) -> Tree:
     manifest = _read_manifest(version)
-    if manifest["format"] != _FORMAT:
+    if manifest["format"] not in (_BEFORE, _FORMAT):
         raise ValueError(
             f"the checkpoint {version} has format {manifest['format']}; this version of jaxbuf "
-            f"reads formats up to {_FORMAT}"
+            f"reads formats {_BEFORE} and {_FORMAT}"
         )
     try:
         described = dict(manifest["leaves"])
@@ -262,9 +264,7 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     # From ``like`` by way of the saved sizes to the saved format, and back with what was loaded.
     sized: PyTree = resizing.as_saved(like, configuration, saved) if resize else like
     target = earlier.as_saved(sized, saved, configuration)
-    obsolete = {name for name in saved if earlier.was_empty(name, saved[name], configuration)}
-    needed = {name: leaf for name, leaf in saved.items() if name not in obsolete}
-    _compare(version, configuration, needed, target, resize)
+    _compare(version, configuration, saved, target, resize, old=manifest["format"] < _FORMAT)
 
     stored = _Stored(version, manifest)
 
@@ -283,13 +283,11 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
         return _restore(_InMemory(leaf), saved[name], described[name], like, rows)
 
     leaves = dict(zip(structure.leaf_types(target, "like"), jax.tree.leaves(target), strict=True))
-    # What moves is read into its new place, unless it has to be renewed first.
-    renews = earlier.renews(target, sized, configuration)
-    later = resizing.moving(sized, like) if resize and not renews else set[str]()
+    # What moves is read into its new place.
+    later = resizing.moving(sized, like) if resize else set[str]()
     loaded = {name: leaf if name in later else read(name, leaf) for name, leaf in leaves.items()}
     tree = jax.tree.unflatten(jax.tree.structure(target), loaded.values())
-    if renews:
-        tree = earlier.renewed(tree, sized, configuration)
+    tree = earlier.renewed(tree, sized, configuration)
     if resize:
         tree = resizing.fit(tree, like, move)
     return jax.tree.map(_put_like, tree, like)
@@ -334,8 +332,10 @@ def _compare(
     saved: dict[str, LeafType],
     target: PyTree,
     resize: bool,
+    *,
+    old: bool,
 ) -> None:
-    """Checks that a checkpoint matches ``target``.
+    """Checks that a checkpoint matches ``target``; ``old`` if version 0.3.0 or 0.2.0 wrote it.
 
     Raises:
         ValueError: If it does not; the message names the first differences.
@@ -382,6 +382,8 @@ def _compare(
     if messages:
         shown = "; ".join(itertools.islice(sorted(messages), 5))
         more = f" (and {len(messages) - 5} more)" if len(messages) > 5 else ""
+        if old:
+            hint += "; if jaxbuf 0.2.0 wrote it, load it with jaxbuf 0.3.0 and save it again there"
         raise ValueError(f"the checkpoint {version} is of something else: {shown}{more}; {hint}")
 
 

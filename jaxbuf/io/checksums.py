@@ -51,12 +51,6 @@ class Checksums:
         self._chunk = chunk
         self._segments: dict[int, UInt[np.ndarray, "C K"]] = {}
 
-    def unknown(self, rows: int) -> Newest:
-        """Returns the checksums of a store that was written without them."""
-        chunks = -(-rows // self._chunk)
-        words = [[0] * self._leaves] * (chunks - self._first(rows))
-        return Newest(-(-chunks // _SEGMENT), words)
-
     def parse(self, record: records.Record, rows: int) -> Newest:
         """Returns the checksums in the JSON object that is beside the number of rows.
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 Buffer = TypeVar("Buffer", bound=Any)
 
 _FORMAT = 3
-# In format 2 one file had both the number of rows and which of them are deleted.
-_FORMATS = (2, 3)
 _CHUNK_BYTES = 2**16
 _MOST_CHUNK_BYTES = 2**31
 # Bytes that are read, or written, at a time, whatever the cache can keep.
@@ -140,12 +138,10 @@ class _Committed(NamedTuple):
     Attributes:
         rows: All of them.
         deleted: The deleted ones.
-        is_format_2: Whether both were read from one file of format 2.
     """
 
     rows: _Recorded
     deleted: Ranges
-    is_format_2: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -240,16 +236,13 @@ class Store:
             self._chunk = self._open_or_create(path, chunk)
             self._checksums = Checksums(self._folder / "checksums", len(self._likes), self._chunk)
             self._cache = ChunkCache(self._likes, self._chunk, self._cache_bytes)
-            self._recorded, self._deleted, is_format_2 = self._checked()
+            self._recorded, self._deleted = self._checked()
             self._cache.reserve(self._count(self._rows))
             # Whether an append failed, or was interrupted, since rows.json was written.
             self._unfinished = False
             # Chunks without live rows, whose files may still exist.
             self._empty: set[int] = set()
             if mode == "a":
-                if is_format_2:
-                    self._commit_deleted(self._deleted)
-                    self._commit_rows(self._recorded)
                 self._find_empty(self._chunks_on_disk())
                 self._free()
         except BaseException:
@@ -896,30 +889,23 @@ class Store:
         Raises:
             ValueError: If the files are damaged.
         """
+        deleted = self._record("deleted.json").get("deleted")
+        # Read last, since the deleted rows may include rows that were appended in between.
         record = self._record("rows.json")
-        is_format_2 = record.get("format") != _FORMAT
-        if is_format_2:
-            deleted = record.get("deleted")
-        else:
-            deleted = self._record("deleted.json").get("deleted")
-            # Read again, since the deleted rows may include rows that were appended in between.
-            record = self._record("rows.json")
         rows = record.get("rows")
         if type(rows) is not int or not 0 <= rows <= zarr.MOST_ROWS:
             raise self._damage(f"rows.json has the number of rows {str(rows)[:40]}")
         try:
             runs = Ranges.parse(deleted, rows)
         except ValueError as error:
-            name = "rows.json" if is_format_2 else "deleted.json"
-            raise self._damage(f"the rows that are deleted in {name} are not rows of it") from error
+            raise self._damage(
+                "the rows that are deleted in deleted.json are not rows of it"
+            ) from error
         try:
-            if is_format_2:
-                newest = self._checksums.unknown(rows)
-            else:
-                newest = self._checksums.parse(record["checksums"], rows)
+            newest = self._checksums.parse(record["checksums"], rows)
         except (ValueError, TypeError, KeyError) as error:
             raise self._damage("the checksums in rows.json are not those of its rows") from error
-        return _Committed(_Recorded(rows, newest), runs, is_format_2)
+        return _Committed(_Recorded(rows, newest), runs)
 
     def _checked(self) -> _Committed:
         """Returns the rows that the files record, if there are about as many chunks.
@@ -977,10 +963,12 @@ class Store:
         except ValueError as error:
             raise self._damage(f"{name} is no JSON object") from error
         version = record.get("format", _FORMAT)
-        if version not in _FORMATS:
+        # A store that version 0.3.0 wrote anew keeps its first description.
+        if version != _FORMAT and (version != 2 or name != "store.json"):
+            advice = {"1": "; version 0.1.0 reads it", "2": "; opened for writing, 0.3.0 renews it"}
             raise ValueError(
                 f"the store {self._folder} has format {version}; this version of jaxbuf reads "
-                f"format 2 and 3" + ("; version 0.1.0 reads format 1" if version == 1 else "")
+                f"format {_FORMAT}{advice.get(str(version), '')}"
             )
         if not intact:
             raise self._damage(f"{name} is not what was written")

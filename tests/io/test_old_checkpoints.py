@@ -1,140 +1,119 @@
-"""Checkpoints that version 0.2.0 wrote are loaded, and go on as they did there."""
+"""Checkpoints that version 0.3.0 wrote are loaded, and hold what this version would have held."""
 
 import json
-import shutil
+import zipfile
+from pathlib import Path
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.core.segment_tree import WIDE, using_width
-from tests.programs import old_buffers
-from tests.programs.old_buffers import CREATE, FOLDER, items, rings
+from jaxbuf.core.segment_tree import WIDE, narrow, using_width
+from jaxbuf.io import records
+from tests import operations
 
-AVOID = jaxbuf.Episodes(boundary="avoid")
-NEVER = jaxbuf.Episodes(boundary="avoid", short_windows="never")
-FRESH = jaxbuf.Freshness(max_use=3, max_staleness=4)
-# All windows had the same length then.
-LIKE = {
-    **CREATE,
-    "whole_windows": lambda: rings(episodes=NEVER, sampler=jaxbuf.Prioritized()),
-    "fresh_episodes": lambda: rings(episodes=NEVER, freshness=FRESH, sampler=jaxbuf.Prioritized()),
+# A folder for each name: two adds to each buffer of `tests/operations.py`, and what else there is.
+SAVED = zipfile.ZipFile(Path(__file__).with_name("checkpoints_0_3_0.zip"))
+# Buffers that were listed later.
+LATER: set[str] = set()
+
+
+def add(buffer, scale, seed):
+    return operations.OPERATIONS["add"][1](buffer, None, jnp.float32(scale), jax.random.key(seed))
+
+
+def listed(name):
+    buffer, _ = operations.concrete(name)
+    return jax.jit(lambda buffer: add(buffer, 2, 1))(buffer)
+
+
+def seeds(name):
+    empty = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), operations.BUFFERS[name]())
+    both = jax.jit(jax.vmap(lambda buffer, scale: add(buffer, scale, 0)))
+    return both(empty, jnp.array([1.0, 2.0]))
+
+
+def sharded():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    buffer = jaxbuf.Sharded.create(operations.BUFFERS["fresh-prioritized"], mesh, "d", shards=2)
+    return jaxbuf.add(buffer, operations.rows(jnp.float32(1), 8))
+
+
+def accumulator():
+    empty = jaxbuf.EpisodeAccumulator.create(operations.ITEM, 2, max_length=4)
+    return empty.add(operations.rows(jnp.float32(1), 2, 3))[0]
+
+
+def statistics():
+    buffer, batch = operations.concrete("prioritized")
+    return jaxbuf.Statistics.create(buffer, 3).sampled(buffer, batch)
+
+
+EXPECTED = {
+    **{name: lambda name=name: listed(name) for name in operations.BUFFERS if name not in LATER},
+    "seeds fresh": lambda: seeds("fresh"),
+    "seeds windows": lambda: seeds("windows-fresh"),
+    "sharded": sharded,
+    "accumulator": accumulator,
+    "statistics": statistics,
 }
 
 
-def load(name, tmp_path, like, **options):
-    # Loading makes a lock beside it.
-    folder = shutil.copytree(FOLDER / name, tmp_path / name)
-    return jaxbuf.load(folder, like, **options)
+def extract(name, folder):
+    files = [file for file in SAVED.namelist() if file.startswith(f"{name}/")]
+    SAVED.extractall(folder, files)
+    return folder / name
 
 
-def assert_close(have, want):
-    if "metrics" in want:
-        # There are more of them now.
-        have = have | {"metrics": {name: have["metrics"][name] for name in want["metrics"]}}
-    # The sum of priorities is as exact as the program that computes it.
-    chex.assert_trees_all_close(have, want, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_is_loaded_as_it_would_be_now(name, tmp_path):
+    expected = EXPECTED[name]()
+    loaded = jaxbuf.load(extract(name, tmp_path), jax.eval_shape(lambda: expected))
+    # What bounds the versions of all slots bounds those of each block of them.
+    chex.assert_trees_all_close(without_bounds(loaded), without_bounds(expected), rtol=1e-6)
+    if name in operations.BUFFERS:
+        testing.assert_valid(loaded)
+        testing.assert_valid(jax.jit(lambda buffer: add(buffer, 3, 2))(loaded))
 
 
-QUICK = ("prioritized", "softmax_lowest", "fresh", "episodes", "mixture")
+def without_bounds(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    kept = [leaf for path, leaf in leaves if ".oldest" not in jax.tree_util.keystr(path)]
+    return jax.device_get(kept)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CREATE],
-)
-def test_it_is_loaded_and_goes_on(name, tmp_path):
-    buffer = load(name, tmp_path, LIKE[name]())
-    testing.assert_valid(buffer)
-    before = json.loads((FOLDER / name / "seen.json").read_text())
-    assert_close(old_buffers.seen(name, buffer), before["saved"])
-    assert_close(old_buffers.seen(name, old_buffers.more(name, buffer)), before["more"])
+def test_all_that_was_saved_is_looked_at():
+    assert {name.partition("/")[0] for name in SAVED.namelist()} == set(EXPECTED)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["prioritized", "sharded", "softmax_lowest"])
-def test_it_is_loaded_for_an_accelerator(name, tmp_path):
+def test_it_is_loaded_for_an_accelerator(tmp_path):
+    expected = listed("prioritized")
     with using_width(WIDE):
-        test_it_is_loaded_and_goes_on(name, tmp_path)
+        wide = jaxbuf.load(extract("prioritized", tmp_path), operations.BUFFERS["prioritized"]())
+    chex.assert_trees_all_close(narrow(wide), expected, rtol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["unlike", "unlike_floats", "unlike_norm_0", "seeds"])
-def test_what_is_unlike_is_compared_as_now(name, tmp_path):
-    """After the load each item is compared with what was saved, as if it had been added now."""
-    like = CREATE[name]()
-    buffer = load(name, tmp_path, jax.eval_shape(CREATE[name]))
-    anew = old_buffers.fill(name, like)
-    chex.assert_trees_all_equal(buffer, anew)
-    assert jax.tree.map(jnp.result_type, buffer) == jax.tree.map(jnp.result_type, anew)
-    if name != "seeds":
-        larger = jaxbuf.ItemBuffer.create(old_buffers.ITEM, 9, diversity=like.diversity)
-        moved = load(name, tmp_path / "again", larger, resize=True)
-        testing.assert_valid(moved)
-        again = moved.add(items(13, 14), score=jnp.ones(2))
-        assert int(again.size) == int(moved.size) + 1
+def test_it_moves_to_another_size(tmp_path):
+    like = jaxbuf.ItemBuffer.create(operations.ITEM, 9, freshness=jaxbuf.Freshness(2, 3))
+    larger = jaxbuf.load(extract("fresh", tmp_path), like, resize=True)
+    testing.assert_valid(larger)
+    expected = listed("fresh")
+    assert larger.size == expected.size > 0
+    assert sorted(larger.latest(6).data["reward"]) == sorted(expected.latest(6).data["reward"])
 
 
-def windows_of(buffer):
-    """The first step of each window that can be drawn, and which of its steps are its own."""
-    slot = jnp.arange(buffer.rings.num_slots, dtype=jnp.int32)
-    live = np.asarray(buffer.occupancy.live(slot))
-    slots = jaxbuf.Slots(slot, buffer.occupancy.generation(slot))
-    first = np.asarray(buffer.data["id"]).reshape(-1)[np.asarray(buffer.rings.rows_of(slot))[:, 0]]
-    count = np.asarray(buffer.episode_mask(slots)).sum(axis=1)
-    return set(zip(first[live].tolist(), count[live].tolist(), strict=True))
-
-
-def test_windows_that_end_with_their_episode_are_added(tmp_path):
-    like = rings(episodes=AVOID, sampler=jaxbuf.Prioritized())
-    buffer = load("whole_windows", tmp_path, like)
-    testing.assert_valid(buffer)
-    assert windows_of(buffer) == windows_of(old_buffers.fill("rings", like))
-    assert {count for _, count in windows_of(buffer)} == {1, 2, 3}
-    # They have the priority of a new window.
-    old = load("whole_windows", tmp_path / "old", LIKE["whole_windows"]())
-    mass, before = (np.asarray(b.sampler_state.leaves) for b in (buffer, old))
-    new = (mass > 0) & (before == 0)
-    assert new.sum() == len(windows_of(buffer)) - len(windows_of(old)) > 0
-    np.testing.assert_allclose(mass[new], before.max())
-    np.testing.assert_array_equal(mass[~new], before[~new])
-
-
-@pytest.mark.slow
-def test_windows_that_are_too_stale_are_not_added(tmp_path):
-    sampler = jaxbuf.Prioritized()
-    buffer = load(
-        "fresh_episodes", tmp_path, rings(episodes=AVOID, freshness=FRESH, sampler=sampler)
-    )
-    testing.assert_valid(buffer)
-    old = load("fresh_episodes", tmp_path / "old", LIKE["fresh_episodes"]())
-    added = windows_of(buffer) - windows_of(old)
-    assert windows_of(old) < windows_of(buffer)
-    # Steps of the other environment have numbers below 100.
-    assert {first >= 100 for first, _ in windows_of(buffer)} == {True}
-    assert {count for _, count in added} == {1, 2}
-    longer = rings(20, episodes=AVOID, freshness=FRESH, sampler=sampler)
-    moved = load("fresh_episodes", tmp_path / "moved", longer, resize=True)
-    testing.assert_valid(moved)
-    assert windows_of(moved) == windows_of(buffer)
-
-
-def test_other_windows_are_refused_as_before(tmp_path):
-    like = rings(episodes=jaxbuf.Episodes(boundary="avoid", period=2), sampler=jaxbuf.Prioritized())
-    with pytest.raises(ValueError, match="period is 2, but the checkpoint has 1"):
-        load("whole_windows", tmp_path, like)
-
-
-def test_an_accumulator_may_return_another_number_at_a_time(tmp_path):
-    """Before 0.4.0 the default was a number, which is part of the configuration."""
-    step = {"obs": jnp.int32(0), "terminated": jnp.bool_(False)}
-    for kind, example in ((jaxbuf.EpisodeAccumulator, step), (jaxbuf.ChunkAccumulator, step)):
-        saved = kind.create(example, 3, 4, per_add=3)
-        like = kind.create(example, 3, 4)
-        jaxbuf.save(tmp_path / kind.__name__, {"of": saved})
-        loaded = jaxbuf.load(tmp_path / kind.__name__, {"of": like})
-        chex.assert_trees_all_equal(loaded["of"], like)
+def test_what_is_unlike_may_be_of_a_version_that_another_one_reads(tmp_path):
+    folder = extract("fresh", tmp_path)
+    [path] = folder.glob("*/manifest.json")
+    manifest = json.loads(path.read_text())
+    # As version 0.2.0 counted what was retired.
+    counters = manifest["leaves"][".extra_states[0].counters"]
+    counters |= {"shape": [6], "bytes": 24}
+    records.write(path, {name: manifest[name] for name in manifest if name != "crc32"})
+    with pytest.raises(
+        ValueError, match=r"if jaxbuf 0\.2\.0 wrote it, load it with jaxbuf 0\.3\.0"
+    ):
+        jaxbuf.load(folder, operations.BUFFERS["fresh"]())

@@ -13,7 +13,6 @@ import pytest
 import jaxbuf
 from jaxbuf.io import records
 from jaxbuf.io.ranges import Ranges
-from tests.models.store import as_format_2
 
 KEY = jax.random.key(0)
 ITEM = {"x": jnp.zeros(3)}
@@ -186,11 +185,8 @@ DELETED = [
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        *(("deleted.json", {"deleted": runs}) for runs in (DELETED[0], DELETED[-1], "AAA", "AAAA")),
+        *(("deleted.json", {"deleted": runs}) for runs in (*DELETED, "AAA", "AAAA")),
         ("deleted.json", {"deleted": Ranges.of([7, 40]).encode()}),
-        *(("old", {"deleted": runs}) for runs in DELETED),
-        ("old", {"rows": 2**39}),
-        ("old", {"rows": "40"}),
         ("rows.json", {"rows": -1}),
         ("rows.json", {"rows": 2**39}),
         ("rows.json", {"rows": 2**39, "checksums": {"begin": 2**40, "words": []}}),
@@ -217,9 +213,6 @@ DELETED = [
 )
 def test_what_a_store_says_of_itself_is_checked(tmp_path, name, changes):
     stored(tmp_path)
-    if name == "old":
-        as_format_2(tmp_path)
-        name = "rows.json"
     rewrite(tmp_path, name, **changes)
     for mode in ("a", "r"):
         with pytest.raises(ValueError, match="the store"):
@@ -312,31 +305,10 @@ def test_a_file_of_checksums_is_checked(tmp_path):
             store.read([0])
 
 
-@pytest.mark.parametrize("count", [2, 41, 4 * 128, 4 * 200 + 1])
-def test_a_store_of_an_earlier_version_goes_on(tmp_path, count):
-    stored(tmp_path, count=count, first=[0], more=[0, 1])
-    as_format_2(tmp_path)
-    with jaxbuf.Store(tmp_path, ROW, mode="r") as store:
-        assert store.read(slice(2, None))["n"].tolist() == [*range(2, count)]
-    with jaxbuf.Store(tmp_path, ROW) as store:
-        assert (len(store), store.live) == (count, count - 2)
-        store.append(rows(count, 4 * 400))
-        assert store.read(slice(2, None))["n"].tolist() == [*range(2, 4 * 400)]
-    with jaxbuf.Store(tmp_path, ROW, mode="r") as store:
-        assert (len(store), store.live) == (4 * 400, 4 * 400 - 2)
-    exchange(*(tmp_path / "leaves" / "0" / str(chunk) for chunk in (300, 310)))
-    with (
-        jaxbuf.Store(tmp_path, ROW) as store,
-        pytest.raises(ValueError, match="is not the one that was written"),
-    ):
-        store.read([4 * 310])
-
-
 def test_deleted_rows_without_files_are_no_damage(tmp_path):
     """A writer was killed after it had freed all space, and before it said so."""
     stored(tmp_path)
-    as_format_2(tmp_path)
-    rewrite(tmp_path, "rows.json", deleted=[[0, 40]])
+    rewrite(tmp_path, "deleted.json", deleted=[[0, 40]])
     for file in tmp_path.glob("leaves/*/[0-9]*"):
         file.unlink()
     for mode in ("r", "a"):
