@@ -1,4 +1,4 @@
-"""What version 0.3.0 saved in another form, as it is today.
+"""Checkpoints of version 0.3.0 in the form of today.
 
 Up to version 0.3.0 ``Freshness`` kept one lower bound on the versions of all slots.
 """

@@ -15,7 +15,7 @@ import pytest
 from jaxbuf import testing
 from tests import operations
 
-# Those that a buffer has not are left out. With a negative number no row of an add counts, and
+# Operations that a buffer has not are left out. With a negative number no row of an add counts, and
 # priorities and scores are illegal.
 HISTORY = (
     ("add", 1), ("update_priority", 2), ("update_score", 3), ("mark_used", 1), ("take", 1),

@@ -280,20 +280,6 @@ class Deaf(Counts):
     uses_priority = True
 
 
-class Hears(Deaf):
-    """Is told of all changes."""
-
-    def on_change(self, state, added, value, removed):
-        return state
-
-
-class Old(Hears):
-    """Has a method of an older version."""
-
-    def on_slide(self, state, added, value, removed):
-        return state
-
-
 REFUSED = {
     "no samplers": (lambda: jaxbuf.Blend((), ()), "there are 0 samplers and 0 weights"),
     "numbers": (lambda: jaxbuf.Blend((UNIFORM,), (1, 2)), "1 samplers and 2 weights"),
@@ -321,7 +307,6 @@ REFUSED = {
         lambda: filled(jaxbuf.Blend((UNIFORM, Deaf()), (1, 1)), parts=(jaxbuf.Removable(),)),
         "Deaf.* cannot be told that an item retires",
     ),
-    "old": (lambda: filled(jaxbuf.Blend((Old(),), (1,))), "has a method on_slide"),
     "steps have no scores": (
         lambda: jaxbuf.TrajectoryBuffer.create(
             jnp.int32(0), 2, 4, sampler=jaxbuf.Blend((jaxbuf.Softmax(), UNIFORM), (1, 1))

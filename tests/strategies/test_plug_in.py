@@ -210,31 +210,6 @@ def test_a_sampler_with_priorities_must_be_told_of_items_that_leave():
         jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)
 
 
-@pytest.mark.parametrize("kind", [jaxbuf.Prioritized, KnownSampler])
-@pytest.mark.parametrize("old", ["on_add", "remove", "on_slide"])
-def test_old_names_of_events_are_refused(old, kind):
-    known = {name: getattr(jaxbuf.Uniform, name) for name in ("draw", "probability")}
-    members = {old: lambda self, state, *_: state, **known}
-    sampler = dataclasses.dataclass(frozen=True)(type("Mine", (kind,), members))()
-    message = f"Mine.* has a method {old}, which is not called any more; define on_change"
-    for base in (sampler, jaxbuf.Recent(0.5, 2, sampler)):
-        with pytest.raises(ValueError, match=message):
-            jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=base)
-    with pytest.raises(ValueError, match=message):
-        jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
-
-
-@pytest.mark.parametrize("old", ["on_add", "remove", "on_slide"])
-def test_an_old_name_beside_the_new_method_is_the_users_own(old):
-    """A class that is updated, or derives from one that is not, may keep a method of that name."""
-    same = {"on_change": lambda self, state, *_: state}
-    helper = {old: lambda self, state, *_: state}
-    Both = type("Both", (jaxbuf.Prioritized,), helper | same)
-    Derived = type("Derived", (type("Old", (jaxbuf.Prioritized,), helper),), same)
-    for sampler in (Both(), Derived()):
-        jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler).add(jnp.arange(2))
-
-
 @dataclasses.dataclass(frozen=True)
 class ByRank(ShardableSampler):
     """Draws all items of a ring with equal odds, by their rank in one shard after the other."""
@@ -290,15 +265,3 @@ def test_a_foreign_sampler_draws_from_shards_as_from_one_buffer():
     assert (alone.get(batch.slots).probability == 0.25).all()
     mixed = jaxbuf.Recent(0.5, 2, ByRank()).draw((), key, 8, alone.occupancy)
     np.testing.assert_allclose(mixed.probability, np.where(mixed.index < 2, 0.125, 0.375))
-
-
-def test_hooks_of_shards_by_their_old_names_are_refused():
-    class Mine(ByRank):
-        def lend(self, state, world):
-            return state
-
-    message = "Mine.* has a method lend, which is not called any more; define with_global_default"
-    with pytest.raises(ValueError, match=message):
-        jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=Mine())
-    Mine.with_global_default = ByRank.with_global_default
-    jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=Mine())
