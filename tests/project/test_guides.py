@@ -12,6 +12,7 @@ from jaxbuf.interop import flashbax
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").rglob("*.md"))
+MKDOCS = (ROOT / "mkdocs.yml").read_text()
 PAGES = [*GUIDES, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
 OWNERS = [
     jaxbuf,
@@ -29,11 +30,17 @@ OWNERS = [
 
 
 ARGUMENTS = {"base", "fallback", "period", "sequence_length", "valid"}
-STORIES = ["torchgfn", "di_engine", "minestudio", "alf", "stable_baselines3"]
+STORIES = ["torchgfn", "stable-baselines3"]
+OTHERS = ["di-engine", "alf", "minestudio"]
 
 
 def guide(name):
     return next(path for path in GUIDES if path.name == name).read_text()
+
+
+def section(text, name):
+    """The section of a page that has this anchor."""
+    return next(part for part in text.split("\n## ") if part.lower().startswith(f"{name}\n"))
 
 
 def last_cells():
@@ -84,13 +91,24 @@ def test_every_choice_exists():
 
 @pytest.mark.parametrize("name", STORIES)
 def test_stories_and_tables_link_to_each_other(name):
-    story, table = guide(f"from_{name}.md"), guide("moving.md")
+    page = f"from_{name.replace('-', '_')}.md"
+    story = guide(page)
     assert "\n## Before\n" in story
     assert "\n## After\n" in story
     assert "\n## Left out on purpose\n" in story
-    anchor = re.search(r"\]\(moving\.md#([\w-]+)\)", story)[1]
-    section = next(part for part in table.split("\n## ") if part.lower().startswith(f"{anchor}\n"))
-    assert f"(from_{name}.md)" in section
+    assert f"](moving.md#{name})" in story
+    assert f"({page})" in section(guide("moving.md"), name)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_page_of_the_others_tells_each_story(name):
+    page = guide("from_others.md")
+    story = section(page, name)
+    assert "\n### Before\n" in story
+    assert "\n### After\n" in story
+    assert "\n### Left out on purpose\n" in story
+    assert f"](moving.md#{name})" in page
+    assert f"(from_others.md#{name})" in section(guide("moving.md"), name)
 
 
 def misplaced(text):
@@ -122,6 +140,20 @@ def test_misplaced_programs_are_found():
 
 def test_links_lead_somewhere():
     for path in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        text = path.read_text()
+        for link in re.findall(r"\]\(([^)#]+)|^\[[^\]]+\]: ([^#\n]+)", text, re.MULTILINE):
+            link = link[0] or link[1]
             if "://" not in link:
                 assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+def test_addresses_of_earlier_pages_lead_to_sections():
+    entries = re.findall(r"^ +guides/(\w+\.md): guides/(\w+\.md)#([\w-]+)$", MKDOCS, re.MULTILINE)
+    assert entries
+    for old, new, anchor in entries:
+        assert not (ROOT / "docs" / "guides" / old).exists(), old
+        titles = re.findall(r"^#+ (.+)$", guide(new), re.MULTILINE)
+        anchors = {
+            re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles
+        }
+        assert anchor in anchors, f"{old}: {new} has no section {anchor}"

@@ -20,6 +20,7 @@ from jaxbuf import interop, testing
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
 pytest.importorskip("mkdocs_jupyter")
+pytest.importorskip("mkdocs_redirects")
 
 ROOT = Path(__file__).parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
