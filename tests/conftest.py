@@ -60,7 +60,7 @@ LONG = ("tests/contract/", "tests/examples/", "tests/project/test_notebooks.py")
 # Programs that a test may compile; `pytest.mark.compiles(N)` allows more.
 MOST_PROGRAMS = 60
 # The tests that set handlers of signals, which only the main thread may.
-HANDLERS = ("tests/core/test_signals.py", "jaxbuf/core/signals.py", "docs/guides/seeds.md")
+HANDLERS = ("tests/core/test_signals.py", "jaxbuf/core/signals.py", "docs/guides/testing.md")
 # Bytes of programs that all runs keep on disk.
 MOST_CACHED = 2**30
 
