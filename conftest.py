@@ -15,7 +15,7 @@ if importlib.util.find_spec("mpi4jax") is None:
     collect_ignore_glob += ["jaxbuf/mpi/*", "tests/programs/mpi_inside.py"]
 # jax.export cannot serialize without it.
 if importlib.util.find_spec("flatbuffers") is None:
-    collect_ignore_glob.append("docs/guides/export.md")
+    collect_ignore_glob.append("docs/guides/processes.md")
 
 # Programs are compiled once: for the next run, and for the processes that tests start.
 CACHE = Path(__file__).parent / ".cache" / "jax"
