@@ -49,7 +49,7 @@ os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 
 
-GUIDES_WITH_OTHERS = ("annealing.md", "environments.md", "from_stable_baselines3.md")
+GUIDES_WITH_OTHERS = ("annealing.md", "environments.md")
 
 
 @pytest.fixture(autouse=True, scope="module")
