@@ -116,6 +116,21 @@ def test_buffer_normalization_follows_every_change_exactly():
     assert_divisor(buffer, 3 / 12)
 
 
+def test_the_probability_is_exact_where_all_priorities_are_zero():
+    """Also where the rounded shares of mass and mix would not add up to it."""
+    buffer = filled(jaxbuf.Prioritized(uniform_mix=0.3), [0.0] * 8, capacity=40)
+    for size in range(9, 41):
+        buffer = jaxbuf.add(buffer, jnp.array([size], jnp.int32), priority=jnp.zeros(1))
+        assert buffer.support().least_probability == np.float32(1) / np.float32(size)
+
+
+@pytest.mark.parametrize(("priorities", "least"), [((1, 3), 0.325), ((0, 1), 0.15)])
+def test_the_least_probability_of_a_mix(priorities, least):
+    """It is 0.7 times the share of the mass and 0.3 times that of the items."""
+    support = filled(SAMPLERS["mix"], priorities).support()
+    np.testing.assert_allclose(support.least_probability, least, rtol=1e-6)
+
+
 @pytest.mark.parametrize("sampler", [jaxbuf.Prioritized(), jaxbuf.Uniform()])
 def test_items_without_priorities_or_all_of_0_weigh_one(sampler):
     buffer = filled(sampler, [0.0] * 5, capacity=8)

@@ -39,6 +39,17 @@ def test_missing_rows_are_invalid():
     np.testing.assert_array_equal(sample.valid, False)
 
 
+def test_it_says_how_many_rows_it_has_and_has_room_for():
+    queue = jaxbuf.add(create(5), integers(1, 2, 3))
+    assert [bool(queue.can_sample(rows)) for rows in (2, 3, 4)] == [True, True, False]
+    assert [bool(queue.can_add(rows)) for rows in (1, 2, 3)] == [True, True, False]
+
+
+def test_masked_rows_are_not_counted_as_refused():
+    queue = jaxbuf.add(create(3), integers(1, 2, 3), mask=jnp.array([True, False, True]))
+    assert (queue.size, queue.metrics()["rejected"]) == (2, 0)
+
+
 def test_trajectories_of_any_structure():
     example = {"obs": jnp.zeros((4, 2)), "action": jnp.zeros(4, jnp.int8)}
     queue = create(2, example)

@@ -70,6 +70,14 @@ def test_dequeue_takes_the_earliest_also_across_the_end_of_the_ring():
     assert rows(taken) == [[], []]
 
 
+def test_dequeue_with_a_mask_gives_no_step_that_is_not_there():
+    mask = jnp.array([[True, False, False], [True, True, True]])
+    buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4)
+    buffer = buffer.add(jnp.arange(6).reshape(2, 3), mask=mask)
+    buffer, steps = buffer.dequeue(2, mask=jnp.array([True, False]))
+    assert (steps.valid.tolist(), int(buffer.size)) == ([[True, False], [False, False]], 3)
+
+
 @pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized()])
 def test_ignored_steps_are_never_drawn(sampler):
     """ALF's example: with two steps ignored, the third is the only one."""

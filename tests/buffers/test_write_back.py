@@ -207,6 +207,12 @@ def test_removed_items_are_gone(options):
     assert numbers_of(again.clear()) == []
 
 
+def test_the_name_of_an_item_that_has_gone_removes_nothing():
+    buffer, slots = filled(4, capacity=4, parts=REMOVABLE)
+    buffer = buffer.add(items([4, 5])).remove(slots)
+    assert (numbers_of(buffer), int(buffer.metrics()["removed"])) == ([4, 5], 2)
+
+
 def test_remove_needs_a_part_that_removes():
     buffer, slots = filled()
     with pytest.raises(ValueError, match=r"remove was called, .*parts=\(jaxbuf.Removable\(\),\)"):

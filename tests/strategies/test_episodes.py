@@ -427,3 +427,23 @@ def test_ending_open_episodes_once_and_in_scans_of_lanes(recurrence):
     assert more.episode(env, position).begin.tolist() == [2, 4]
     with pytest.raises(ValueError, match="end_episodes was called, but episodes is None"):
         jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 4).end_episodes()
+
+
+def test_a_window_that_has_gone_has_no_steps_of_an_episode():
+    step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    episodes = jaxbuf.Episodes(boundary="mask")
+    buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 2, sequence_length=2, episodes=episodes)
+    steps = {"reward": jnp.zeros((1, 2)), "terminated": jnp.zeros((1, 2), bool)}
+    buffer = buffer.add(steps)
+    slots = buffer.latest(1).slots
+    assert buffer.episode_mask(slots).all()
+    assert not buffer.add(steps).episode_mask(slots).any()
+
+
+def test_windows_that_reach_into_a_dropped_episode_have_no_mass():
+    step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    options = {"sampler": jaxbuf.Prioritized(), "episodes": jaxbuf.Episodes(boundary="mask")}
+    buffer = jaxbuf.TrajectoryBuffer.create(step, 1, 8, sequence_length=2, **options)
+    ends = jnp.array([[False, True, False, False]])
+    buffer = buffer.add({"reward": jnp.zeros((1, 4)), "terminated": ends}).drop_newest_episode()
+    assert (int(buffer.size), int(buffer.sampler_state.nnz)) == (2, 1)
