@@ -64,7 +64,7 @@ def check(mutants: list[Mutant]) -> None:
         count = (ROOT / "jaxbuf" / one.file).read_text().count(one.old)
         if count != 1:
             sys.exit(f"{one.file} has this text {count} times, not once:\n{one.old}")
-        tests, *_, name = re.split("::| ", one.test)
+        tests, *_, name = re.split("::| ", one.test.split("[")[0])
         if not re.search(rf"(def|class) {name}\b|{name} = ", (ROOT / tests).read_text()):
             sys.exit(f"there is no {name} in {tests}, which is to find a mutant of {one.file}")
 
