@@ -30,6 +30,12 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", "__pycache__", "sit
 SITE = """import sys
 sys.meta_path[:] = [x for x in sys.meta_path if type(x).__name__ != "ScikitBuildRedirectingFinder"]
 """
+# In the copy a test may compile as much as it likes, since it may do so alone even without a mutant,
+# and no history is made shorter, since nobody reads it.
+SETTINGS = {
+    "count > most": "False",
+    "derandomize=True": "derandomize=True, phases=[hypothesis.Phase.generate]",
+}
 # A mutant may wait for what never comes, which a person would notice too.
 SECONDS = 600
 # By what pytest returns: nothing has failed, or something has.
@@ -69,6 +75,13 @@ def check(mutants: list[Mutant]) -> None:
             sys.exit(f"there is no {name} in {tests}, which is to find a mutant of {one.file}")
 
 
+def replaced(file: Path, old: str, new: str) -> str:
+    text = file.read_text()
+    if text.count(old) != 1:
+        sys.exit(f"{file.name} has this text {text.count(old)} times, not once:\n{old}")
+    return text.replace(old, new)
+
+
 def run(one: Mutant, copy: Path) -> str:
     """Returns how the test ends in the copy of the package with this mutation."""
     file = copy / "jaxbuf" / one.file
@@ -96,6 +109,9 @@ def main() -> None:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
         (copy / "sitecustomize.py").write_text(SITE)
+        settings = copy / "tests" / "conftest.py"
+        for old, new in SETTINGS.items():
+            settings.write_text(replaced(settings, old, new))
         for kernels in native.__path__:
             for file in Path(kernels).glob("libjaxbuf.so"):
                 shutil.copy(file, copy / "jaxbuf" / "core" / "native")

@@ -70,6 +70,12 @@ def test_dequeue_takes_the_earliest_also_across_the_end_of_the_ring():
     assert rows(taken) == [[], []]
 
 
+def test_clear_of_some_environments_leaves_out_numbers_below_zero():
+    buffer = jaxbuf.add(create(3, 4), steps(np.arange(9).reshape(3, 3)))
+    cleared = jax.jit(lambda buffer, envs: buffer.clear(envs))(buffer, jnp.array([2, 2, -1]))
+    assert rows(cleared.gather_all()) == [[0, 1, 2], [3, 4, 5], []]
+
+
 def test_dequeue_with_a_mask_gives_no_step_that_is_not_there():
     mask = jnp.array([[True, False, False], [True, True, True]])
     buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4)

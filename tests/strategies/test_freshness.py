@@ -67,6 +67,14 @@ def test_the_published_counts_of_a_buffer_that_overflows():
     assert (int(buffer.size), int(buffer.occupancy.inner.position)) == (64, 36)
 
 
+def test_an_item_that_is_gone_has_no_uses():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=9), 2), integers(5, 6))
+    slots = names(buffer, [5, 6])
+    buffer = jaxbuf.add(mark(buffer, slots), integers(7))
+    buffer = mark(buffer, names(buffer, [7, 6]))
+    assert buffer.use_count(slots).tolist() == [0, 2]
+
+
 @pytest.mark.parametrize("replacement", [True, False])
 def test_batches_until_refused_use_up_what_is_missing_and_weigh_one(replacement):
     sampler = jaxbuf.Prioritized(replacement=replacement)
