@@ -30,7 +30,7 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", "__pycache__", "sit
 SITE = """import sys
 sys.meta_path[:] = [x for x in sys.meta_path if type(x).__name__ != "ScikitBuildRedirectingFinder"]
 """
-# In the copy a test may compile as much as it likes, since it may do so alone even without a mutant,
+# In the copy a test may compile all it likes, since one that runs alone may do so without a mutant,
 # and no history is made shorter, since nobody reads it.
 SETTINGS = {
     "count > most": "False",
