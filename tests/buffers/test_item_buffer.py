@@ -282,6 +282,15 @@ def test_default_is_no_historical_maximum():
     assert_shares(buffer, {5: 0.2, 6: 1.0})
 
 
+def test_clear_of_a_partly_filled_ring_keeps_handles_stale():
+    buffer = jaxbuf.add(create(5), integers(1, 2))
+    old = slots_of(buffer, 1, 2)
+    for _ in range(3):
+        buffer = jaxbuf.add(buffer.clear(), integers(3, 4, 5, 6))
+        assert not buffer.holds(old).any()
+    assert set(contents(buffer).values()) == {3, 4, 5, 6}
+
+
 @pytest.mark.parametrize(
     "buffer",
     [

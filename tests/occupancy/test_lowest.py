@@ -60,6 +60,14 @@ def test_infinite_scores_are_legal_and_nan_is_refused():
     assert held(buffer) == [2, 3]
 
 
+def test_clear_keeps_slots_stale():
+    buffer = jaxbuf.add(create(2), integers(1, 2), score=floats(8, 9))
+    old = jaxbuf.sample(buffer, jax.random.key(0), 2).slots
+    cleared = jaxbuf.add(buffer.clear(), integers(3, 4), score=floats(1, 2))
+    assert held(cleared) == [3, 4]
+    assert not cleared.holds(old).any()
+
+
 def test_a_missing_score():
     with pytest.raises(ValueError, match=r"pass score"):
         create(3).add(integers(1))
