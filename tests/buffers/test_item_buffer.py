@@ -240,6 +240,16 @@ def test_an_empty_batch_is_legal():
     assert contents(buffer) == {0: 3}
 
 
+def test_refused_and_masked_rows_do_not_compete_with_duplicates():
+    buffer = jaxbuf.add(create(5, REVEAL_PRIORITIES), integers(1, 2))
+    slots = slots_of(buffer, 1, 1, 1, 1)
+    buffer = jaxbuf.update_priority(
+        buffer, slots, floats(4.0, 6.0, jnp.nan, 9.0), mask=jnp.array([1, 1, 1, 0], bool)
+    )
+    assert_shares(buffer, {1: 6.0, 2: 1.0})
+    assert buffer.metrics()["rejected"] == 1
+
+
 def test_stale_slots_are_dropped_silently():
     buffer = jaxbuf.add(create(3, REVEAL_PRIORITIES), integers(1, 2, 3))
     old = slots_of(buffer, 1, 2, 3)

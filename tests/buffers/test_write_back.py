@@ -213,6 +213,14 @@ def test_the_name_of_an_item_that_has_gone_removes_nothing():
     assert (numbers_of(buffer), int(buffer.metrics()["removed"])) == ([4, 5], 2)
 
 
+def test_a_ranking_overwrites_removed_items_first():
+    buffer, slots = filled(4, capacity=4, evictor=jaxbuf.Lowest(), parts=REMOVABLE)
+    buffer = buffer.remove(pick(slots, 3))
+    buffer = buffer.update_score(pick(slots, 3), jnp.array([99.0]))
+    buffer = buffer.add(items([4]), score=jnp.array([-5.0]))
+    assert numbers_of(buffer) == [0, 1, 2, 4]
+
+
 def test_remove_needs_a_part_that_removes():
     buffer, slots = filled()
     with pytest.raises(ValueError, match=r"remove was called, .*parts=\(jaxbuf.Removable\(\),\)"):
