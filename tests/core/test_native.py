@@ -81,7 +81,9 @@ def test_trees_agree_bit_for_bit(capacity, ops):
             prefix = np.where(prefix > 0.9 * total, prefix / np.float32(0.9), prefix)
             prefix[0] = total
             both(SegmentTree.find, changed, prefix)
-            both(SegmentTree.find, changed, prefix, prefix * np.float32(2.0**-20))
+            # Some refine a point past the end of its node.
+            refine = np.ldexp(prefix, -rng.integers(4, 21, rows))
+            both(SegmentTree.find, changed, prefix, refine)
     same(tree, before)
 
 
