@@ -73,6 +73,17 @@ def doubled(items):
 
 
 @pytest.mark.parametrize("make", [flat, nested])
+def test_what_is_not_there_is_not_got(make):
+    mixture, batch = drawn(make)
+    nowhere = jaxbuf.Slots(jnp.array([mixture.capacity, -1]), jnp.array([1, 1], jnp.uint32))
+    found = mixture.get(nowhere)
+    assert (found.valid.tolist(), found.probability.tolist()) == ([False] * 2, [0.0] * 2)
+    again = mixture.get(batch.slots)
+    np.testing.assert_allclose(again.probability, batch.probability, rtol=1e-5)
+    chex.assert_trees_all_equal(again.data, batch.data)
+
+
+@pytest.mark.parametrize("make", [flat, nested])
 def test_items_are_inserted_scored_and_removed(make):
     mixture, batch = drawn(make)
     new, score = pairs([7, 8, 9]), jnp.array([5.0, NAN, 6.0])
