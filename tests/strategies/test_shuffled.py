@@ -93,6 +93,14 @@ def test_what_was_left_and_is_overwritten_ends_the_pass():
         assert tell(buffer)["passes"] == 4 * (rollout + 1)
 
 
+def test_with_drop_last_a_pass_has_all_whole_batches():
+    buffer = items(4, sampler=jaxbuf.Shuffled(drop_last=True)).add(jnp.arange(4))
+    buffer, first = draw(buffer, jax.random.key(0), 2)
+    buffer, second = draw(buffer, jax.random.key(1), 2)
+    assert sorted([*first.data.tolist(), *second.data.tolist()]) == [0, 1, 2, 3]
+    assert tell(buffer)["passes"] == 1
+
+
 def test_with_drop_last_each_pass_leaves_out_others():
     buffer = items(16, sampler=jaxbuf.Shuffled(drop_last=True)).add(jnp.arange(10))
 
