@@ -491,7 +491,7 @@ CASES = [(name, what) for name in BUFFERS for what in operations_of(name)]
 
 @functools.cache
 def features(name, what):
-    """What an operation may meet in this buffer: its kind, sampler, occupancy and parts."""
+    """The features of a buffer that an operation may meet: its kind, sampler, occupancy and parts."""
     buffer = empty(name)
     found = {type(buffer)}
     if not is_single(buffer):
@@ -512,7 +512,7 @@ def features(name, what):
 def pairs(cases):
     """Parameters of a test: cases that begin with the names of a buffer and of an operation.
 
-    Those that are left out by default have each operation with each feature in common with others;
+    Cases that are left out by default have each operation with each feature in common with others;
     ``make test-all`` runs them as well.
     """
     has = {case: {(*case[1:], f) for f in features(*case[:2])} for case in cases}

@@ -520,7 +520,7 @@ def test_vmap_of_scans_is_the_scan(name):
     assert buffers.capacity == capacity_of(name)
 
 
-# Those that remove stand for others of their classes.
+# Those with removals stand for others of their classes.
 @pytest.mark.parametrize("name", ["uniform", "varying", "blended", *sorted(REMOVABLE)[1:]])
 def test_donated_is_the_scan(name):
     check(name, donates=True)

@@ -38,7 +38,7 @@ class Table:
         return allowed
 
 
-# Ratio, least size and range; inserts and samples in turn, with a "!" those that are refused.
+# Ratio, least size and range; inserts and samples in turn, with a "!" where one is refused.
 REVERB = {
     "samples until enough was inserted": ((1.0, 2, -1.0, 1.0), "!s i !s i s"),
     "nothing within the range": ((1.5, 1, -3.0, 3.1), "i i s s s s s s !s"),
