@@ -491,7 +491,7 @@ CASES = [(name, what) for name in BUFFERS for what in operations_of(name)]
 
 @functools.cache
 def features(name, what):
-    """The features of a buffer that an operation may meet: its kind, sampler, occupancy and parts."""
+    """The features of a buffer that an operation may meet: kind, sampler, occupancy and parts."""
     buffer = empty(name)
     found = {type(buffer)}
     if not is_single(buffer):

@@ -46,21 +46,6 @@ def test_orbax_saves_rings_with_episodes(tmp_path):
     checkpointer.wait_until_finished()
 
 
-@pytest.mark.parametrize("resize", [False, True])
-def test_a_checkpoint_of_an_earlier_version_has_returns_that_are_empty(tmp_path, resize):
-    buffer = rings(STEP, episodes=jaxbuf.Episodes())
-    steps = {"reward": jnp.arange(10.0).reshape(2, 5), "terminated": jnp.ones((2, 5), bool)}
-    buffer = buffer.add(steps)
-    (index,) = buffer.extra_states
-    before = buffer.replace(extra_states=(index.replace(returns=jnp.zeros((2, 0))),))
-    jaxbuf.save(tmp_path, {"a": before, "b": jnp.arange(3)})
-    like = {"a": rings(STEP, episodes=jaxbuf.Episodes()), "b": jnp.arange(3)}
-    loaded = jaxbuf.load(tmp_path, like, resize=resize)
-    testing.assert_valid(loaded)
-    testing.assert_holds(loaded["a"], jax.tree.map(lambda leaf: leaf.reshape(10), steps))
-    assert loaded["b"].tolist() == [0, 1, 2]
-
-
 def test_an_empty_leaf_of_an_item_is_not_forgotten(tmp_path):
     jaxbuf.save(tmp_path, {"returns": jnp.zeros((2, 0)), "x": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"like\['returns'\] is missing"):
