@@ -252,7 +252,7 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
     if manifest["format"] not in (_BEFORE, _FORMAT):
         raise ValueError(
             f"the checkpoint {version} has format {manifest['format']}; this version of jaxbuf "
-            f"reads formats {_BEFORE} and {_FORMAT}"
+            f"reads formats up to {_FORMAT}"
         )
     try:
         described = dict(manifest["leaves"])
