@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -203,16 +203,16 @@ def check_rows(
         ValueError: If the shape differs, if the dtype is of another kind (bool, integer or
             floating), or if a known number does not fit.
     """
-    if isinstance(value, jax.Array) and value.dtype == dtype and not value.weak_type:
-        got = array = value
+    known = isinstance(value, jax.Array) and (value.shape, value.dtype) == (shape, dtype)
+    if known and not getattr(value, "weak_type", True):
+        array = cast("Array", value)
     else:
-        got, array = numbers.type_of(value, name), None
-    if got.shape != shape:
-        raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
-    if array is None and not _is_castable(got, dtype):
-        given = numbers.given_dtype(value, got.dtype)
-        raise ValueError(f"{name} has dtype {given}; expected {np.dtype(dtype).name}")
-    if array is None:
+        got = numbers.type_of(value, name)
+        if got.shape != shape:
+            raise ValueError(f"{name} has shape {got.shape}; expected {shape}, which is {axes}")
+        if not _is_castable(got, dtype):
+            given = numbers.given_dtype(value, got.dtype)
+            raise ValueError(f"{name} has dtype {given}; expected {np.dtype(dtype).name}")
         array = numbers.to_array(value, name, np.dtype(dtype), infinite=infinite)
     return array if gradients else lax.stop_gradient(array)
 
