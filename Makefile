@@ -30,7 +30,7 @@ QUICK_FILES := $(foreach name,$(QUICK),$(wildcard tests/*/test_$(name).py))
 # What pip installs for each target, and what it is installed from: the kernels in C++ are built anew.
 demo := --editable '.[examples]'
 test := $(demo) --group test
-test-all := $(test) --group docs
+site := --group docs
 lint := $(demo) --group lint
 docs := --editable . --group docs
 wheel := --group wheel
@@ -59,7 +59,7 @@ demo-mpi: $(STAMPS)/demo $(MPI_STAMP)  ## train GFlowNets on several ranks with 
 test: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the tests of the library and its pages, ten minutes (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
 	@MPI=$(MPI) $(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(STAMPS)/test-all $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run all tests, half an hour: training, kills, notebooks, more MPI ranks as well (MPI, JOBS, ARGS)
+test-all: $(STAMPS)/test $(STAMPS)/site $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run all tests, half an hour: training, kills, notebooks, more MPI ranks as well (MPI, JOBS, ARGS)
 	@MPI=$(MPI) $(PYTEST) $(ARGS)
 
 test-quick: $(STAMPS)/test  ## run the tests for use while you work, a minute or two (JOBS: processes; ARGS: for pytest)
