@@ -1,6 +1,5 @@
 """The README agrees with what it refers to: the benchmark's results, the citation and the links."""
 
-import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -21,23 +20,13 @@ MEASURED = {
         "scan cycle",
     ),
     "the same on a GPU (H100, jax 0.11.2)": ("gpu-per-20-256", "scan cycle"),
-    "16,384 of 2^20 MuJoCo transitions, in a `lax.scan` on that GPU (without weights)": (
-        "gpu-per-20-16384",
-        "scan cycle",
-    ),
     "256 of 2^20 MuJoCo transitions, from Python": ("per-mujoco", "python cycle+weights"),
-    "16,384 of 2^20 MuJoCo transitions, from Python": ("per-mujoco-large", "python cycle+weights"),
     "32 Atari transitions, from Python": ("per-atari-32", "python cycle+weights"),
     "add 256 states to the 100,000 of highest reward": ("gflownet-100000", "python add"),
-    "add 256 states to 10,000 that differ from each other": (
-        "gflownet-diverse-10000",
-        "python add",
-    ),
     "sample 256 different states of 100,000 by the softmax of rewards": (
         "gflownet-100000",
         "python sample",
     ),
-    "add to a manager in another process and get its score back": ("exchange", "add with score"),
 }
 
 
@@ -95,8 +84,8 @@ def test_the_command_is_that_of_the_results():
 
 
 def test_all_marks_of_the_comparison_are_known():
-    section = README.split("\n## How it compares\n")[1].split("\n## ")[0]
-    (table,) = tables(section)
+    guide = (ROOT / "docs" / "guides" / "moving.md").read_text()
+    (table,) = tables(guide.split("\n## How they compare\n")[1].split("\n## ")[0])
     assert len(table) > 10
     for row, columns in table.items():
         marks = list(columns.values())[1:]
@@ -105,18 +94,11 @@ def test_all_marks_of_the_comparison_are_known():
         assert set(marks) <= {"✓", "–", "option"}, row
 
 
-@pytest.mark.slow
-def test_all_examples_are_listed_with_options_that_they_have(capsys):
-    section = README.split("\n## Examples\n")[1].split("\n## ")[0]
-    commands = re.findall(r"python -m jaxbuf\.examples\.(\w+)([^#\n]*)", section)
+def test_all_examples_are_listed():
+    line = README.split("\n* Examples: ")[1].split("\n* ")[0]
+    names = re.findall(r"`(?:python -m jaxbuf\.examples\.)?(\w+)(?: --help)?`", line)
     files = (ROOT / "jaxbuf" / "examples").glob("[a-z]*.py")
-    assert {name for name, _ in commands} == {path.stem for path in files}
-    for name, words in commands:
-        with pytest.raises(SystemExit):
-            importlib.import_module(f"jaxbuf.examples.{name}").main(["--help"])
-        text = capsys.readouterr().out.split(f"runs/{name} or where --out")[1]
-        for option in re.findall(r"--[a-z-]+", words):
-            assert re.search(rf"^[^\w-]*{option}\b", text, re.MULTILINE), option
+    assert sorted(names) == sorted(path.stem for path in files)
 
 
 def test_the_citation_is_of_this_version():
