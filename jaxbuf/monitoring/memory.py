@@ -252,8 +252,9 @@ def compile_step(
         traced = getattr(traced, "traced", traced)
         lowered = traced.lower()
         compiled = lowered.compile()
-    # The program has no parameter for an unused argument.
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda x: x is None)
+    # The program has no parameter for an unused argument, whose sharding is None; an argument may
+    # have nodes that are None as well, which are no leaves.
+    shardings = lowered.in_tree.flatten_up_to(compiled.input_shardings)
     used = [i for i, sharding in enumerate(shardings) if sharding is not None]
     text = compiled.as_text() or ""
     aliased = {used[int(number)] for number in _ALIASED.findall(text.partition("\n")[0])}

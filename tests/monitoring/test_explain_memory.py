@@ -175,6 +175,16 @@ def test_functions_of_nnx_keep_their_own_donation():
         jaxbuf.testing.assert_no_copy(copying, agent, buffer, items())
 
 
+def test_none_in_an_argument_is_not_a_leaf():
+    def step(state, rows):
+        return {"nothing": None, "buffer": state["buffer"].add(rows)}
+
+    # Before the buffer in the order of leaves, as what equinox.partition leaves out is.
+    report = jaxbuf.explain_memory(step, {"a": None, "b": (None, 1.0), "buffer": create()}, items())
+    assert set(LARGE) <= set(short(name.partition("]")[2] for name in report.in_place))
+    assert report.copied == ()
+
+
 def test_arguments_have_their_names_also_beside_defaults_and_static_ones():
     def step(buffer, rows, scale=2.0, *more, power=1):
         return buffer.add(rows), scale * power, more
