@@ -307,8 +307,8 @@ int(resumed.step), int(resumed.buffer.size)
 # %% [markdown]
 # ## With flax nnx
 #
-# An nnx module can hold the buffer in an `nnx.Variable`, and works with `nnx.jit` and
-# `nnx.Optimizer`. The optimizer tells parameters from the buffer by their type, `nnx.Param`.
+# An nnx module can hold the buffer as `nnx.data`. The optimizer tells parameters from the buffer by
+# their type, `nnx.Param`. `donate_argnums` names the module, or every step would copy the buffer.
 
 
 # %%
@@ -316,7 +316,7 @@ class Values(nnx.Module):
     def __init__(self, buffer, rngs):
         self.hidden = nnx.Linear(4, 64, rngs=rngs)
         self.out = nnx.Linear(64, num_actions, rngs=rngs)
-        self.buffer = nnx.Variable(buffer)
+        self.buffer = nnx.data(buffer)
 
     def __call__(self, x):
         return self.out(nnx.relu(self.hidden(x)))
@@ -325,7 +325,7 @@ class Values(nnx.Module):
 traces = []
 
 
-@nnx.jit
+@functools.partial(nnx.jit, donate_argnums=0)
 def update(model, optimizer, key):
     traces.append(1)
     batch = model.buffer.sample(key, BATCH)
@@ -339,7 +339,7 @@ def update(model, optimizer, key):
     where = nnx.DiffState(0, nnx.Param)
     (value, error), gradients = nnx.value_and_grad(loss, argnums=where, has_aux=True)(model)
     optimizer.update(model, gradients)
-    model.buffer = nnx.Variable(model.buffer.update_priority(batch.slots, jnp.abs(error)))
+    model.buffer = model.buffer.update_priority(batch.slots, jnp.abs(error))
     return value
 
 

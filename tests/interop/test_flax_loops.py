@@ -1,5 +1,6 @@
-"""A buffer inside the states of flax: a TrainState, and an nnx module."""
+"""A buffer inside of a TrainState of flax, and of modules of nnx and equinox."""
 
+import functools
 from typing import Any
 
 import chex
@@ -108,32 +109,67 @@ def test_a_train_state_is_donated_with_its_buffer(expected, tmp_path):
     assert losses[-1] < losses[0] / 10
 
 
-def test_an_nnx_module_holds_a_buffer_in_a_variable(expected):
+def check_run(step, buffer_of, expected):
+    """Runs a step that learns from the data with a number, and compares with `by_hand`."""
+    key, losses = jax.random.key(0), []
+    for i in range(STEPS):
+        key, sample_key = jax.random.split(key)
+        before = buffer_of()
+        losses.append(float(step(data(i), sample_key)))
+        assert before.data["obs"].is_deleted()
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-4)
+    np.testing.assert_array_equal(buffer_of().data["obs"], expected[1].data["obs"])
+    metrics = buffer_of().metrics()
+    assert metrics["priority_max"] > metrics["priority_min"]
+
+
+def test_an_nnx_module_holds_a_buffer_as_data(expected):
     class Model(nnx.Module):
         def __init__(self):
             self.w = nnx.Param(jnp.zeros(3))
-            self.buffer = nnx.Variable(new_buffer())
+            self.buffer = nnx.data(new_buffer())
 
     model = Model()
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     traces = []
 
-    @nnx.jit
-    def step(model, optimizer, items, key):
+    def learn_all(model, optimizer, items, key):
         traces.append(1)
-        params = {"w": model.w[...]}
-        gradients, buffer, loss = learn(params, model.buffer, items, key)
+        gradients, model.buffer, loss = learn({"w": model.w[...]}, model.buffer, items, key)
         with lenient():
             optimizer.update(model, nnx.State({"w": nnx.Param(gradients["w"])}))
-        model.buffer = nnx.Variable(buffer)
         return loss
 
-    key, losses = jax.random.key(0), []
-    for i in range(STEPS):
-        key, sample_key = jax.random.split(key)
-        losses.append(float(step(model, optimizer, data(i), sample_key)))
+    step = nnx.jit(learn_all, donate_argnums=0)
+    check_run(functools.partial(step, model, optimizer), lambda: model.buffer, expected)
     assert traces == [1]
-    np.testing.assert_allclose(losses, expected[0], rtol=1e-4)
-    np.testing.assert_array_equal(model.buffer.data["obs"], expected[1].data["obs"])
-    metrics = model.buffer.metrics()
-    assert metrics["priority_max"] > metrics["priority_min"]
+    with pytest.raises(ValueError, match="immutable node of type ItemBuffer"):
+        nnx.update(model, nnx.state(model))
+
+
+def test_an_equinox_module_has_a_buffer_as_a_field(expected):
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        params: Any
+        state: Any
+        buffer: jaxbuf.ItemBuffer
+
+    optimizer = optax.adam(0.1)
+
+    def learn_all(inputs, model):
+        gradients, buffer, loss = learn(model.params, model.buffer, *inputs)
+        with lenient():
+            updates, state = optimizer.update(gradients, model.state)
+        return Model(eqx.apply_updates(model.params, updates), state, buffer), loss
+
+    jitted = eqx.filter_jit(learn_all, donate="all-except-first")
+    params = {"w": jnp.zeros(3)}
+    model = Model(params, optimizer.init(params), new_buffer())
+
+    def step(*inputs):
+        nonlocal model
+        model, loss = jitted(inputs, model)
+        return loss
+
+    check_run(step, lambda: model.buffer, expected)
