@@ -1,6 +1,7 @@
 """Writes metrics of a run to a CSV, TensorBoard, Weights & Biases or the terminal."""
 
 import csv
+import importlib
 import io
 import math
 import os
@@ -20,6 +21,9 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, numbers, sizes, trees
 from jaxbuf.core.types import Arrays, Count, Integers
+from jaxbuf.monitoring.plot import distributions
+
+_BINS = 64  # of a histogram
 
 
 class Writer(Protocol):
@@ -73,9 +77,15 @@ class Monitor:
         ...     return jax.lax.scan(step, loss, jnp.arange(5))[0]
         >>> with monitor:
         ...     final = jax.vmap(train)(jnp.array([1.0, 3.0]))
-        step 0  loss/0 0.5  loss/1 1.5
-        step 2  loss/0 0.125  loss/1 0.375
-        step 4  loss/0 0.03125  loss/1 0.09375
+        -----------------------
+        | step     |        0 |
+        | loss     |          |
+        |  0       |      0.5 |
+        |  1       |      1.5 |
+        -----------------------
+        ...
+        |  1       |  0.09375 |
+        -----------------------
     """
 
     def __init__(
@@ -147,6 +157,33 @@ class Monitor:
             for writer in self._writers:
                 writer.write(now, row)
             return True
+
+    def histograms(self, step: int, buffer: Any) -> None:
+        """Writes histograms of ages, priorities, scores, use counts and staleness.
+
+        They are of the items that can be drawn now, as ``plot`` shows them, and go to the writers
+        that have a method ``histogram``: TensorBoard and W&B. They are written at once. Where
+        ``write`` decides when, call it first: ``if monitor.write(step, ...): ...``.
+
+        Args:
+            step: As for ``write``.
+            buffer: As for ``plot``; not traced. The parts of a mixture are numbered.
+
+        Raises:
+            ValueError: As ``plot``.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf, tempfile
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 9, sampler=jaxbuf.Prioritized())
+            >>> with jaxbuf.Monitor([jaxbuf.TensorBoardWriter(tempfile.mkdtemp())]) as monitor:
+            ...     monitor.histograms(0, buffer.add(jnp.arange(5.0)))
+        """
+        found = distributions(buffer)
+        with self._lock:
+            for writer in self._writers:
+                write: Any = getattr(writer, "histogram", None)
+                for name, values in found.items() if write else ():
+                    write(int(step), name, values)
 
     def callback(self, step: int | Count, metrics: Arrays, *, ordered: bool = True) -> None:
         """Calls ``write`` from inside ``jit``, ``scan`` and ``vmap``.
@@ -283,7 +320,7 @@ class CsvWriter:
 
 
 class TerminalWriter:
-    """Prints one line for each step.
+    """Prints a table for each step, in which numbers are grouped by what stands before a ``/``.
 
     Args:
         file: The file to print to; None looks up ``sys.stdout`` at each step.
@@ -293,9 +330,19 @@ class TerminalWriter:
         self._file = file
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints a line."""
-        numbers = "".join(f"  {name} {value:.6g}" for name, value in metrics.items())
-        print(f"step {step}{numbers}", file=self._file or sys.stdout)
+        """Prints a table."""
+        lines, group = [("step", str(step))], ""
+        for name, value in metrics.items():
+            first, slash, rest = name.partition("/")
+            if slash and first != group:
+                lines.append((first, ""))
+            group = first if slash else ""
+            lines.append((f" {rest}" if slash else name, f"{value:.6g}"))
+        # Seldom wider, so that the tables of a run have one shape.
+        left, right = (max(8, *map(len, column)) for column in zip(*lines, strict=True))
+        rule = "-" * (left + right + 7)
+        table = [f"| {name:<{left}} | {value:>{right}} |" for name, value in lines]
+        print(rule, *table, rule, sep="\n", file=self._file or sys.stdout)
 
     def rewind(self, step: int) -> None:
         """Does nothing, since printed lines stay."""
@@ -313,6 +360,8 @@ class _Curves(Protocol):
     """A ``SummaryWriter``, as far as it is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object: ...
+
+    def add_histogram(self, tag: str, values: np.ndarray, global_step: int, /) -> object: ...
 
     def flush(self) -> object: ...
 
@@ -362,6 +411,10 @@ class TensorBoardWriter:
         if self._file is not None:
             self._file.flush()
 
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        """Adds a histogram of some numbers ``[N]``, which must be finite."""
+        self._curves.add_histogram(name, values, step)
+
     def rewind(self, step: int) -> None:
         """Makes TensorBoard hide the points of later steps, unless the writer is yours."""
         if self._file is not None:
@@ -394,7 +447,7 @@ class _EventFile:
                 "`pip install 'jaxbuf[logging]'`"
             ) from error
         protocol: Any = event_pb2
-        self._scalar: Any = summary.scalar
+        self._summary: Any = summary
         self._event: Any = protocol.Event
         self._restart: Any = protocol.SessionLog(status=protocol.SessionLog.START)
         folder.mkdir(parents=True, exist_ok=True)
@@ -405,7 +458,10 @@ class _EventFile:
         )
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        self._add(step, summary=self._scalar(name, value))
+        self._add(step, summary=self._summary.scalar(name, value))
+
+    def add_histogram(self, name: str, values: np.ndarray, step: int) -> None:
+        self._add(step, summary=self._summary.histogram(name, values, _BINS))
 
     def restart(self, step: int) -> None:
         """Makes TensorBoard hide the points from this step on."""
@@ -459,6 +515,12 @@ class WandbWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics."""
         self._run.log(dict(metrics), step=step)
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        """Logs a histogram of some numbers ``[N]``, which must be finite."""
+        wandb: Any = importlib.import_module("wandb")
+        histogram = wandb.Histogram(np_histogram=np.histogram(values, _BINS))
+        self._run.log({name: histogram}, step=step)
 
     def rewind(self, step: int) -> None:
         """Does nothing, since the service keeps its data."""

@@ -128,6 +128,17 @@ def plot(buffer: Any) -> "Figure":
     return figure
 
 
+def distributions(buffer: Any) -> dict[str, Shaped[np.ndarray, " N"]]:
+    """Returns the values of the items that ``plot`` draws histograms of, where there are any."""
+    parts = [_checked(part) for part in _parts(buffer)]
+    return {
+        f"{number}/{panel.title}" if len(parts) > 1 else panel.title: panel.values
+        for number, part in enumerate(parts)
+        for panel in _panels(part, _map(part))
+        if panel.values.size
+    }
+
+
 def _parts(buffer: Any) -> list[Any]:
     """Returns the buffer, or the parts of a mixture."""
     members = as_buffer(buffer).members

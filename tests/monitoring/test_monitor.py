@@ -223,8 +223,60 @@ def test_a_killed_process_leaves_whole_rows(tmp_path, kills):
 def test_terminal():
     out = io.StringIO()
     with jaxbuf.Monitor([jaxbuf.TerminalWriter(out)]) as monitor:
-        monitor.write(1_000, {"loss": 1 / 3, "return": math.nan, "size": 50_000})
-    assert out.getvalue() == "step 1000  loss 0.333333  return nan  size 50000\n"
+        monitor.write(1_000, {"loss": 1 / 3, "seed": jnp.arange(2), "size": 50_000})
+    assert out.getvalue().splitlines() == [
+        "-----------------------",
+        "| step     |     1000 |",
+        "| loss     | 0.333333 |",
+        "| seed     |          |",
+        "|  0       |        0 |",
+        "|  1       |        1 |",
+        "| size     |    50000 |",
+        "-----------------------",
+    ]
+
+
+class Histograms(Rows):
+    """A writer that remembers histograms too."""
+
+    def histogram(self, step, name, values):
+        self.rows.append((step, {name: sorted(values.tolist())}))
+
+
+def test_histograms_are_of_what_can_be_drawn():
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=jaxbuf.Prioritized(alpha=1.0))
+    full = buffer.add(jnp.arange(3), priority=jnp.array([2.0, 0.5, 8.0]))
+    mixture = jaxbuf.Mixture.create([full, buffer], [1, 1])
+    writer = Histograms()
+    with jaxbuf.Monitor([Rows(), writer]) as monitor:
+        monitor.histograms(7, full)
+        monitor.histograms(8, mixture)
+    ages, priorities = [0, 1, 2], [0.5, 2.0, 8.0]
+    expected = [(7, {"ages": ages}), (7, {"priorities": priorities})]
+    expected += [(8, {"0/ages": ages}), (8, {"0/priorities": priorities})]
+    assert writer.rows == expected
+    with pytest.raises(ValueError, match="buffer is traced"):
+        jax.jit(lambda buffer: monitor.histograms(0, buffer))(full)
+
+
+def test_histograms_reach_tensorboard_and_wandb(tmp_path, monkeypatch):
+    logged = []
+    run = types.SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)))
+    made = types.SimpleNamespace(Histogram=lambda np_histogram: np_histogram)
+    monkeypatch.setitem(sys.modules, "wandb", made)
+    values = np.linspace(0, 10, 128)
+    mine = tensorboardX.SummaryWriter(tmp_path / "mine")
+    writers = [jaxbuf.TensorBoardWriter(tmp_path / "own"), jaxbuf.TensorBoardWriter(mine)]
+    for writer in [*writers, jaxbuf.WandbWriter(run=run)]:
+        writer.histogram(3, "priorities", values)
+        writer.close()
+    mine.close()
+    for folder in ("own", "mine"):
+        (found,) = events_of(tmp_path / folder, "histo")["priorities"]
+        assert (found[0], found[1].num, found[1].sum) == (3, 128, 640)
+    ((step, metrics),) = logged
+    assert step == 3
+    np.testing.assert_array_equal(metrics["priorities"][0], np.full(64, 2))
 
 
 def test_tensorboard(tmp_path):

@@ -5,7 +5,7 @@ import struct
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 
-def events_of(folder):
+def events_of(folder, kind="simple_value"):
     """Points per name as TensorBoard shows them: a restart hides what comes after its step."""
     curves = {}
     for path in sorted(folder.iterdir()):
@@ -18,5 +18,5 @@ def events_of(folder):
                 for points in curves.values():
                     points[:] = [point for point in points if point[0] < event.step]
             for value in event.summary.value:
-                curves.setdefault(value.tag, []).append((event.step, value.simple_value))
+                curves.setdefault(value.tag, []).append((event.step, getattr(value, kind)))
     return curves
