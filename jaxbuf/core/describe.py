@@ -8,6 +8,7 @@ import dataclasses
 import html
 import inspect
 import math
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxbuf.core.sizes import format_bytes
 
 _MOST_LEAVES = 16
 _LONGEST = 200
+_LONGEST_NAME, _WIDTH = 40, 100
 _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
@@ -58,15 +60,24 @@ class Described(struct.PyTreeNode):
     _repr_html_ = rich
 
 
-def _lines(thing: Any) -> Iterator[str]:
+def _lines(thing: Any, width: int = _WIDTH) -> Iterator[str]:
+    width -= 2
     rows = [row for field in dataclasses.fields(thing) for row in _rows(thing, field)]
+    rows = [(_cut(name, _LONGEST_NAME), kind, node) for name, kind, node in rows]
     names = max((len(name) for name, _, _ in rows), default=0)
     sizes = ["" if node is None else _size(node) for _, _, node in rows]
     widest = max(map(len, sizes), default=0)
     for (name, kind, node), size in zip(rows, sizes, strict=True):
-        yield f"  {name:<{names}}  {size:>{widest}}  {kind}"
+        start = f"  {name:<{names}}  {size:>{widest}}  "
+        yield from textwrap.wrap(
+            kind,
+            width + 2,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_on_hyphens=False,
+        )
         if type(node).__repr__ is text:
-            yield from (f"  {line}" for line in _lines(node))
+            yield from (f"  {line}" for line in _lines(node, width))
 
 
 def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, object]]:
@@ -102,7 +113,13 @@ def _kind(node: object) -> str:
     function: Any = inspect.unwrap(node) if callable(node) else None
     named = inspect.isroutine(function) or isinstance(function, type)
     whole = function.__name__ if named else repr(node)
-    return whole if len(whole) <= _LONGEST else whole[: _LONGEST - 3] + "..."
+    return _cut(whole, _LONGEST)
+
+
+def _cut(words: str, longest: int) -> str:
+    """Returns the beginning and the end of a text that is too long."""
+    half = (longest - 3) // 2
+    return words if len(words) <= longest else f"{words[:half]}...{words[-half:]}"
 
 
 def _size(node: object) -> str:
