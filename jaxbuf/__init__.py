@@ -62,7 +62,7 @@ from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, Steps, importance_weights
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import exporting, native
-from jaxbuf.core.exporting import export_checks
+from jaxbuf.core.exporting import export_checks, for_platform
 from jaxbuf.core.hyperparameters import Varying
 from jaxbuf.core.native import native_available
 from jaxbuf.core.program import compiler_options
@@ -168,6 +168,7 @@ __all__ = [
     "explain_memory",
     "export_checks",
     "feed",
+    "for_platform",
     "from_minari",
     "gae",
     "hindsight",

@@ -322,9 +322,9 @@ class SegmentTree(Checked, struct.PyTreeNode):
         return self.ops.index(op)
 
 
-def narrow(tree: Tree) -> Tree:
-    """Returns a pytree with narrow segment trees in place of wide ones."""
-    return jax.tree.map(lambda x: x.with_width(NARROW) if _is(x) else x, tree, is_leaf=_is)
+def with_width(tree: Tree, width: int) -> Tree:
+    """Returns a pytree whose segment trees have this width."""
+    return jax.tree.map(lambda x: x.with_width(width) if _is(x) else x, tree, is_leaf=_is)
 
 
 def with_widths_of(like: PyTree, tree: Tree) -> Tree:
@@ -334,10 +334,14 @@ def with_widths_of(like: PyTree, tree: Tree) -> Tree:
     )
 
 
+def widths_of(tree: PyTree) -> set[int]:
+    """Returns the widths of the segment trees in a pytree."""
+    return {node.width for node in jax.tree.leaves(tree, is_leaf=_is) if _is(node)}
+
+
 def width_of(tree: PyTree) -> int:
     """Returns the width of the segment trees in a pytree, or what ``using_width`` says."""
-    nodes = jax.tree.leaves(tree, is_leaf=_is)
-    return next((node.width for node in nodes if _is(node)), _forced.value)
+    return next(iter(widths_of(tree)), _forced.value)
 
 
 def _is(node: object) -> bool:

@@ -30,7 +30,7 @@ from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_not_donated
 from jaxbuf.core.hyperparameters import Varying
-from jaxbuf.core.segment_tree import NARROW, narrow, using_width, with_widths_of
+from jaxbuf.core.segment_tree import NARROW, using_width, with_width, with_widths_of
 from jaxbuf.io import blocks, earlier, records, resizing, structure, versions, zarr
 from jaxbuf.io.blocks import Block, Index, Rows
 from jaxbuf.io.records import Record
@@ -104,7 +104,7 @@ def save(path: str | os.PathLike[str], buffer: PyTree) -> None:
     folder = check_folder("path", path)
     check_not_donated(buffer, "buffer")
     # All platforms write and read the same form of segment trees.
-    buffer = narrow(buffer)
+    buffer = with_width(buffer, NARROW)
     types = structure.leaf_types(buffer, "buffer")
     if not types:
         raise ValueError(
@@ -211,7 +211,7 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             raise FileNotFoundError(f"there is no checkpoint in {path} of jaxbuf 0.2.0 or later")
         like = _placed(like)
         with using_width(NARROW):
-            tree = _load(found[-1], narrow(like), resize)
+            tree = _load(found[-1], with_width(like, NARROW), resize)
     if jax.tree.structure(tree) == jax.tree.structure(like):
         return tree
     # ``like`` has wide segment trees, and a checkpoint only narrow ones.

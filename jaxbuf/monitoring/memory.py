@@ -12,6 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxbuf.core import checks
+from jaxbuf.core.segment_tree import width_for, widths_of
 from jaxbuf.core.sizes import MOST_ON_HOST, check_count, format_bytes
 
 Fate = Literal["in place", "read", "copied"]
@@ -83,6 +84,8 @@ class MemoryReport:
             that copies an array on the way to a result needs at least the size of that array.
         closed_over_bytes: Size of the arrays that the function closes over. They are constants of
             the program and cannot be donated.
+        for_platform: The platform of the program, where buffers are laid out for another one; else
+            empty.
     """
 
     name: str
@@ -90,6 +93,7 @@ class MemoryReport:
     result_bytes: int
     temporary_bytes: int
     closed_over_bytes: int
+    for_platform: str = ""
 
     @property
     def copied(self) -> tuple[str, ...]:
@@ -141,6 +145,11 @@ class MemoryReport:
         return tuple(leaf.name for leaf in self.leaves if leaf.fate == fate)
 
     def _advice(self) -> Iterator[str]:
+        if self.for_platform:
+            yield (
+                "The priorities of the buffer are laid out for another platform, where they were "
+                f"created: pass jaxbuf.for_platform(buffer, {self.for_platform!r})."
+            )
         if self.closed_over_bytes:
             yield (
                 f"The function closes over {format_bytes(self.closed_over_bytes)} of arrays, which "
@@ -280,6 +289,8 @@ def compile_step(
             )
             within = leaf.nbytes >= smallest and any(leaf.may_be(*copy) for copy in copies)
             leaves.append(dataclasses.replace(leaf, copied_within=within))
+    devices = (device for sharding in shardings if sharding for device in sharding.device_set)
+    platform = next(devices, jax.devices()[0]).platform
     watched = [leaf for leaf in leaves if leaf.in_buffer or leaf.donated] or leaves
     memory = compiled.memory_analysis()
     constants = [getattr(value, "nbytes", 0) for value in traced.jaxpr.consts]
@@ -289,6 +300,7 @@ def compile_step(
         result_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
         closed_over_bytes=sum(size for size in constants if size >= smallest),
+        for_platform=platform if widths_of(args) - {width_for(platform)} else "",
     )
     return report, text
 

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
 
 import jaxbuf
+from jaxbuf.core.segment_tree import width_for, widths_of
 from tests.programs import exported
 
 
@@ -43,6 +45,32 @@ def test_a_program_compiled_ahead_finds_its_kernels_in_another_process(tmp_path)
     # JAX cannot serialize programs that it has from its cache.
     run("compile_ahead", tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")
     run("run_compiled", tmp_path)
+
+
+def test_a_buffer_is_laid_out_for_another_platform():
+    item, priorities = jnp.float32(0), jnp.arange(1.0, 301.0)
+    buffer = jaxbuf.ItemBuffer.create(item, 300, sampler=jaxbuf.Prioritized(alpha=1.0))
+    buffer = buffer.add(priorities, priority=priorities)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), buffer)
+    here, key = width_for("cpu"), jax.random.key(0)
+    for tree in (buffer, stacked, {"buffer": buffer, "other": jnp.zeros(3)}):
+        shapes = jax.eval_shape(lambda tree=tree: tree)
+        for platform in ("gpu", "tpu"):
+            moved = jaxbuf.for_platform(tree, platform)
+            assert widths_of(moved) == {width_for(platform)}
+            expected = jaxbuf.for_platform(shapes, platform)
+            chex.assert_trees_all_equal_shapes_and_dtypes(moved, expected)
+            back = jaxbuf.for_platform(moved, "cpu")
+            assert widths_of(back) == {here}
+            chex.assert_trees_all_equal(back, tree)
+    moved = jaxbuf.for_platform(buffer, "tpu")
+    chex.assert_trees_all_close(moved.sample(key, 64), buffer.sample(key, 64), rtol=1e-6)
+    advice = jaxbuf.explain_memory(jaxbuf.add, moved, priorities).advice
+    mismatch = "jaxbuf.for_platform(buffer, 'cpu')" if width_for("tpu") != here else ""
+    assert mismatch in advice
+    assert not jaxbuf.explain_memory(jaxbuf.add, buffer, priorities).advice
+    with pytest.raises(ValueError, match="platform is 'tpus'; expected one of cpu, gpu, cuda"):
+        jaxbuf.for_platform(buffer, "tpus")
 
 
 def test_a_configuration_that_no_other_process_can_find_is_named():

@@ -11,7 +11,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.core.segment_tree import WIDE, narrow, using_width
+from jaxbuf.core.segment_tree import NARROW, WIDE, using_width, with_width
 from jaxbuf.io import records
 from tests import operations
 
@@ -93,7 +93,7 @@ def test_it_is_loaded_for_an_accelerator(tmp_path):
     expected = listed("prioritized")
     with using_width(WIDE):
         wide = jaxbuf.load(extract("prioritized", tmp_path), operations.BUFFERS["prioritized"]())
-    chex.assert_trees_all_close(narrow(wide), expected, rtol=1e-6)
+    chex.assert_trees_all_close(with_width(wide, NARROW), expected, rtol=1e-6)
 
 
 def test_it_moves_to_another_size(tmp_path):
