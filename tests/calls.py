@@ -550,6 +550,12 @@ CALLS: dict[str, Call] = {
         batch=(BATCH, "window"),
         length=(COUNTS + 3, "rows or none"),
     ),
+    "hindsight, geometric": call(
+        lambda **options: jaxbuf.hindsight(strategy="geometric", **options),
+        "key achieved_goals t reward_fn",
+        batch=(BATCH, "window"),
+        discount=(0.5, "above 0 to 1"),
+    ),
     "terminal_states": call(
         lambda **options: jaxbuf.terminal_states(**options), "trajectories lengths"
     ),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -12,7 +13,7 @@ from jaxbuf.core import checks, fields, numbers, storage, trees
 from jaxbuf.core.random import check_key
 from jaxbuf.core.types import Arrays, Index, Integers, Key, Mask, Number
 
-Strategy = Literal["final", "future", "episode", "random"]
+Strategy = Literal["final", "future", "episode", "random", "geometric"]
 Lookup = Callable[[Index, Index], Arrays]
 Batch = TypeVar("Batch")
 
@@ -27,6 +28,7 @@ def hindsight(
     reward_fn: Callable[[Any, Any], Float[Array, "B ..."]],
     strategy: Strategy = "future",
     fraction: float | Number = 0.8,
+    discount: float | Number | None = None,
     achieved: str = "achieved_goal",
     goal: str | Sequence[str] = "goal",
     reward: str = "reward",
@@ -64,10 +66,14 @@ def hindsight(
         strategy: The source of new goals, from which they are drawn uniformly: ``"final"`` takes
             the last goal that the episode achieved, ``"future"`` a goal that it achieved at ``t``
             or later, ``"episode"`` a goal that it achieved at any time, and ``"random"`` a goal
-            that any episode of the batch achieved.
+            that any episode of the batch achieved. ``"geometric"`` takes a goal achieved at ``t``
+            or later, too, but prefers early ones: step ``t + k`` of the ``length - t`` steps left
+            has a probability proportional to ``discount ** k``.
         fraction: The probability with which each transition is relabeled. The paper's ``k`` new
             goals for every original one are ``k / (k + 1)``. It may be traced, so changing it does
             not retrace.
+        discount: The factor per step of ``"geometric"``, above 0 and at most 1, and only of it. It
+            may be traced. With 1 it draws what ``"future"`` draws.
         achieved: Name of the goals that the batch achieved; dots lead into nested fields.
         goal: Name of the goals asked for, or several names where, say, the next observation holds
             the goal too.
@@ -78,9 +84,10 @@ def hindsight(
 
     Raises:
         ValueError: If ``strategy`` is not one of these choices, ``fraction`` is not in ``[0, 1]``,
-            a field is missing, ``length`` is missing although ``achieved_goals`` is a function, or
-            the structure, shape or dtype of the goals, ``t``, ``length`` or the output of
-            ``reward_fn`` does not match the batch.
+            ``discount`` is not in ``(0, 1]``, missing with ``"geometric"`` or given with another
+            strategy, a field is missing, ``length`` is missing although ``achieved_goals`` is a
+            function, or the structure, shape or dtype of the goals, ``t``, ``length`` or the output
+            of ``reward_fn`` does not match the batch.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -135,11 +142,19 @@ def hindsight(
     References:
         Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3.3 and 4.5;
         ``"random"`` draws from the batch, which stands for the whole training there.
+
+        Eysenbach et al., Contrastive Learning as Goal-Conditioned Reinforcement Learning, NeurIPS
+        2022, https://arxiv.org/abs/2206.07568, and JaxGCRL: ``"geometric"``.
     """
     checks.check_choice("strategy", strategy, get_args(Strategy))
-    if isinstance(fraction, int | float | np.number) or not hasattr(fraction, "dtype"):
-        fraction = checks.check_fraction("fraction", fraction)
-    probability = storage.check_rows(fraction, "fraction", (), np.float32, "one number")
+    probability = _number(fraction, "fraction", checks.check_fraction)
+    factor = None
+    if strategy == "geometric":
+        factor = _number(discount, "discount", checks.check_step_size)
+    elif discount is not None:
+        raise ValueError(
+            f'discount was given, but strategy is {strategy!r}; only "geometric" uses it'
+        )
     if not callable(reward_fn):
         raise ValueError(f"reward_fn is {checks.name_of(reward_fn)}; expected a function")
     key = check_key(key)
@@ -161,9 +176,12 @@ def hindsight(
     if strategy == "final":
         step = length - 1
     else:
-        first = t if strategy == "future" else jnp.zeros_like(t)
+        first = t if strategy in ("future", "geometric") else jnp.zeros_like(t)
         last = length.at[row].get(mode="clip")
         step = jax.random.randint(step_key, rows, first, last, jnp.int32)
+        if factor is not None:
+            early = t + _geometric(step_key, factor, jnp.maximum(length - t, 1))
+            step = jnp.where(factor < 1, early, step)
     coin = jax.random.bernoulli(coin_key, probability, rows)
     relabeled = coin & (t >= 0) & (t < length)
 
@@ -181,6 +199,22 @@ def hindsight(
     new_rewards = _check_rewards(reward_fn(achieved_now, fields.find(batch, goals[0])), rewards)
     new_rewards = jnp.where(_expand(relabeled, rewards), new_rewards, rewards)
     return fields.replace(batch, reward, new_rewards), relabeled
+
+
+def _number(value: Any, name: str, check: Callable[[str, object], float]) -> Number:
+    """Returns one number as float32, after a check unless it is traced."""
+    if not isinstance(value, jax.core.Tracer):
+        value = check(name, value)
+    return storage.check_rows(value, name, (), np.float32, "one number")
+
+
+def _geometric(key: Key, discount: Number, steps: Integers) -> Integers:
+    """Draws ``k`` below ``steps`` in proportion to ``discount ** k``, for a discount below 1."""
+    uniform = jax.random.uniform(key, steps.shape, jnp.float32)
+    # The inverse of the distribution function (1 - discount ** k) / (1 - discount ** steps).
+    rate = jnp.log(jnp.where(discount < 1, discount, 0.5))
+    k = jnp.log1p(uniform * jnp.expm1(steps.astype(jnp.float32) * rate)) / rate
+    return jnp.clip(jnp.floor(k).astype(jnp.int32), 0, steps - 1)
 
 
 def _any_row(key: Key, length: Integers) -> Index:

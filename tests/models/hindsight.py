@@ -3,7 +3,7 @@
 from collections import Counter
 
 
-def goal_distribution(strategy, achieved, length, row, t):
+def goal_distribution(strategy, achieved, length, row, t, discount=1.0):
     """The probability of each new goal of step ``t`` of episode ``row``.
 
     Args:
@@ -12,10 +12,14 @@ def goal_distribution(strategy, achieved, length, row, t):
         length: Of each episode, how many of these are real.
         row: Which episode.
         t: Which step of it.
+        discount: That of ``"geometric"``.
 
     Returns:
         A dict from goals to probabilities.
     """
+    if strategy == "geometric":
+        weights = [discount**k for k in range(length[row] - t)]
+        return {achieved[row][t + k]: w / sum(weights) for k, w in enumerate(weights)}
     if strategy == "final":
         choices = [achieved[row][length[row] - 1]]
     elif strategy == "future":
