@@ -59,7 +59,7 @@ from jaxbuf.buffers.presets import (
     terminal_state_buffer,
 )
 from jaxbuf.buffers.queue import Queue
-from jaxbuf.buffers.sample import Sample, Steps, importance_weights
+from jaxbuf.buffers.sample import Sample, Steps, StepsAround, importance_weights
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
 from jaxbuf.core import exporting, native
 from jaxbuf.core.exporting import export_checks, for_platform
@@ -147,6 +147,7 @@ __all__ = [
     "Staleness",
     "Statistics",
     "Steps",
+    "StepsAround",
     "Stopped",
     "Store",
     "StoreBatch",

@@ -277,6 +277,10 @@ KINDS: dict[str, tuple[set[str], str]] = {
         {"zero", "negative", "integers", "slots", "bad slots"},
         f"{NUMBERS}|expected (integers|an integer from)|give env_ids and positions, or slots",
     ),
+    "offsets": (
+        {"integers", "list"},
+        f"{NUMBERS}|expected (integers|an array$|\\(K,\\), such as range)",
+    ),
     "row numbers": (
         {"zero", "negative", "huge", "giant", "list", "integers"},
         r"expected integers, a mask or a slice of all rows|expected \(4,\), one for each row of",
@@ -738,6 +742,13 @@ CALLS: dict[str, Call] = {
         "positions",
         path=("obs", "field there"),
         env_ids=(COUNTS, "steps"),
+    ),
+    "TrajectoryBuffer.steps_around": of(
+        "trajectory",
+        "steps_around",
+        "slots",
+        offsets=(COUNTS, "offsets"),
+        path=("obs", "field there or none"),
     ),
     "TrajectoryBuffer.gather_all": of("trajectory", "gather_all", "ignore_earliest"),
     "TrajectoryBuffer.dequeue": of("trajectory", "dequeue", "n mask"),

@@ -439,6 +439,14 @@ def read(buffer, sample, scale, key):
 
 
 @operation(is_windows, asks_sampler=False)
+def steps_around(buffer, sample, scale, key):
+    offsets = jnp.stack([-scale, scale]).astype(jnp.int32)
+    return buffer.steps_around(sample.slots, range(-2, 3)), buffer.steps_around(
+        sample.slots, offsets, "obs"
+    )
+
+
+@operation(is_windows, asks_sampler=False)
 def dequeue(buffer, sample, scale, key):
     return buffer.dequeue(2, mask=jnp.arange(ENVS, dtype=jnp.float32) < scale)
 

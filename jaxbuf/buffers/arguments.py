@@ -204,6 +204,26 @@ def mask_of(envs: object, num_envs: int) -> Bool[Array, " E"]:
     return jnp.zeros((num_envs,), bool).at[ids].set(True, mode="drop")
 
 
+def check_offsets(offsets: object) -> Any:
+    """Returns offsets of steps as integers ``[K]`` of 32 bits: a NumPy array, or a traced one.
+
+    Raises:
+        ValueError: If they are not integers ``[K]``, or one that is not traced is 2**30 or more
+            steps away.
+    """
+    values = numbers.ids(np.asarray(offsets) if isinstance(offsets, range) else offsets, "offsets")
+    if values.ndim != 1:
+        raise ValueError(f"offsets has shape {values.shape}; expected (K,), such as range(-3, 1)")
+    far, info = 2**30, jnp.iinfo(values.dtype if values.size else np.int32)
+    if isinstance(values, np.ndarray):
+        wrong = values[(values >= far) | (values <= -far)]
+        if wrong.size:
+            raise ValueError(f"offsets has {wrong[0]}; expected integers below 2**30 either way")
+        return values.astype(np.int32)
+    # No ring has steps that are farther away, so these stay outside.
+    return jnp.clip(values, max(info.min, -far), min(info.max, far)).astype(jnp.int32)
+
+
 def check_where(where: Where, positions: object) -> Slots | tuple[Any, Any]:
     """Returns the slots of windows, or the environments and positions of steps, of a lookup.
 

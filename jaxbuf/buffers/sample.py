@@ -56,6 +56,19 @@ class Steps(Described):
     valid: Bool[Array, "E T"]
 
 
+class StepsAround(Described):
+    """Steps around the first steps of windows, as ``steps_around`` returns them.
+
+    Attributes:
+        data: The steps, leaves ``[B, K, ...]``. In place of a step that is not there stands the
+            nearest one of its episode that is, and 0 in the rows of stale slots.
+        inside: A mask of the steps that are there, ``[B, K]``.
+    """
+
+    data: Arrays
+    inside: Bool[Array, "B K"]
+
+
 class Contents(NamedTuple):
     """The number of items, or windows, in a buffer that consists of several.
 

@@ -1,16 +1,16 @@
 """The interface of all buffers with slots: each operation is declared here, and nowhere else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxbuf.buffers.arguments import Where
+from jaxbuf.buffers.arguments import Where, check_offsets
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.buffers.operation import Operation, operation
-from jaxbuf.buffers.sample import Sample, Steps
+from jaxbuf.buffers.sample import Sample, Steps, StepsAround
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Count, Dtype, Function, Index, Integers, Key, Mask, Words
 from jaxbuf.strategies.episodes import Episode
@@ -725,6 +725,55 @@ class SlottedBuffer(Buffer):
             [1, 1]
             >>> buffer.get_field("obs.x", jnp.array([0, 0, 1]), jnp.array([0, 1, 3])).tolist()
             [0.0, 1.0, 7.0]
+        """
+        raise NotImplementedError
+
+    @operation(
+        slots="slots",
+        needs="environments",
+        changes=False,
+        static=("path",),
+        before=lambda _, arguments: arguments | {"offsets": check_offsets(arguments["offsets"])},
+    )
+    def steps_around(
+        self,
+        slots: Slots,
+        offsets: Sequence[int] | Int[ArrayLike, " K"],
+        path: str | None = None,
+    ) -> StepsAround:
+        """Reads the steps at some offsets from the first step of each sampled window.
+
+        These may be steps before the window, after its end, or far apart: the context of a
+        Decision Transformer, the observations and actions of a diffusion policy, the
+        ``delta_timestamps`` of LeRobot. They are those of one episode, that of the first step; ends
+        of episodes are known from ``Episodes``, without which an episode is what the ring holds.
+
+        Args:
+            slots: The slots of the windows, ``sample.slots``, ``[B]``.
+            offsets: The offsets of the steps, integers ``[K]`` in any order, negative for steps
+                before the first one. They may be traced; known ones are below 2**30 either way.
+            path: The name of one field to read, with dots between the names of nested fields; None
+                reads whole steps.
+
+        Returns:
+            A ``StepsAround`` with the steps, leaves ``[B, K, *shape]``, and a mask ``[B, K]``. A
+            step before the beginning of the episode, after its end, overwritten or not yet there is
+            not ``inside``; in its place stands the nearest one that is there, the first or the last
+            of the episode. A stale row, whose window has left, has zeros, and none is ``inside``.
+
+        Raises:
+            ValueError: When traced, if there is no such field, or ``offsets`` are not integers
+                ``[K]``, or known and not below 2**30 either way.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> step = {"t": jnp.int32(0), "terminated": jnp.bool_(False)}
+            >>> rings = jaxbuf.TrajectoryBuffer.create(step, 1, 8, episodes=jaxbuf.Episodes())
+            >>> t = jnp.arange(6)[None]
+            >>> rings = rings.add({"t": t, "terminated": t == 1})
+            >>> around = rings.steps_around(rings.slots_at(jnp.array([0]), 3), range(-3, 2))
+            >>> around.data["t"].tolist(), around.inside.tolist()
+            ([[2, 2, 2, 3, 4]], [[False, False, True, True, True]])
         """
         raise NotImplementedError
 

@@ -1,6 +1,7 @@
 """Time-ordered steps of several environments, sampled as windows."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -15,6 +16,7 @@ from jaxbuf.buffers.arguments import (
     Where,
     broadcast_steps,
     check_num_rows,
+    check_offsets,
     check_parts,
     check_priority,
     check_removes,
@@ -30,7 +32,7 @@ from jaxbuf.buffers.arguments import (
     per_step,
 )
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.sample import Sample, Steps
+from jaxbuf.buffers.sample import Sample, Steps, StepsAround
 from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
@@ -439,6 +441,35 @@ class TrajectoryBuffer(SampledBuffer):
         row = self.rings.row_of(env, position).reshape(shape)
         values = storage.read(field, row)
         return trees.choose(row < self.capacity, values, jax.tree.map(jnp.zeros_like, values))
+
+    def steps_around(
+        self,
+        slots: Slots,
+        offsets: Sequence[int] | Int[ArrayLike, " K"],
+        path: str | None = None,
+    ) -> StepsAround:
+        slots, offset = check_slots(slots), jnp.asarray(check_offsets(offsets))[None]  # [1, K]
+        field, rings = fields.stored(self.data, path, "steps have"), self.rings
+        if isinstance(self.occupancy, Subset):
+            live = self.occupancy.holds(slots)  # [B]
+        else:  # Also where a shorter window was sampled.
+            live = rings.replace(sequence_length=1).holds(slots)  # [B]
+        env, position = rings.first_step_of(slots.index, slots.generation)  # [B]
+        if self.episodes is None:
+            end, held = storage.select(env, (rings.end, rings.held))  # [B]
+            back = position - (end - held)  # [B]
+            ahead = (end - jnp.uint32(1) - position).astype(jnp.int32)  # [B]
+        else:
+            episode = self._index().episode(rings, env, position, self.data)
+            back, ahead = position - episode.held_begin, episode.to_end  # [B]
+        back, ahead = (jnp.where(live, x, 0)[:, None] for x in (back.astype(jnp.int32), ahead))
+        near = jnp.clip(offset, -back, ahead)  # [B, K]
+        row = rings.row_of(env, position)[:, None]  # [B, 1]
+        place = remainder(row, self.length)  # [B, 1]
+        data = storage.read(field, row - place + remainder(place + near, self.length))
+        zeros = jax.tree.map(jnp.zeros_like, data)
+        inside = live[:, None] & (near == offset)  # [B, K]
+        return StepsAround(trees.choose(live[:, None], data, zeros), inside)
 
     def gather_all(self, *, ignore_earliest: bool = True) -> Steps:
         ignore = checks.check_flag("ignore_earliest", ignore_earliest)

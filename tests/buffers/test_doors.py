@@ -253,6 +253,7 @@ def test_uses_versions_and_lookups_are_compiled_once():
             buffer.episode(slots),
             buffer.episode(env_ids, positions),
             buffer.episode_mask(slots),
+            buffer.steps_around(slots, range(int(version), int(version) + 3)),
         )
 
     first, second = versions[1], versions[2]

@@ -262,6 +262,7 @@ EPISODES = {
     "episode of steps": lambda b, slots, env, at: b.episode(env, at),
     "episode of places": lambda b, slots, env, at: b.episode((env, at)),
     "get_field": lambda b, slots, env, at: b.get_field("reward", env, at),
+    "steps_around": lambda b, slots, env, at: b.steps_around(slots, at, "reward"),
     "clear": lambda b, slots, env, at: b.clear(env),
     "dequeue": lambda b, slots, env, at: b.dequeue(1, mask=MASK),
 }

@@ -669,6 +669,7 @@ WINDOWS = {
     "masked": ((2, 12, 4, 1), DISTINCT, {"episodes": {"boundary": "mask", "period": 2, **RETURNS}}),
 }  # fmt: skip
 ENDS = ("terminated", "truncated", "last")
+OFFSETS = (0, 1, -1, 3, 3, 50, -50, -2)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -685,6 +686,7 @@ def observe_windows(buffer, names, sizes):
         "sample": buffer.sample(key, buffer.max_windows),
         "ordered": [buffer.latest(most), buffer.sample_range(key, buffer.max_windows)],
         "holds": buffer.holds(names),
+        "around": buffer.steps_around(names, OFFSETS, "number"),
         "in_order": buffer.occupancy.in_order(),
         "can_sample": jax.vmap(buffer.can_sample)(jnp.arange(buffer.max_windows + 2)),
         "metrics": buffer.metrics(),
@@ -812,6 +814,7 @@ class WindowMachine(BufferMachine):
     @invariant()
     def agrees(self):
         twin, windows = self.twin, self.twin.windows
+        named = self.known[-self.NAMES :]
         seen = self.observed(observe_windows, self.sizes)
         live = {window[0].number: window[0] for window in windows}
         drawn = dict(zip(live.values(), twin.probabilities(), strict=True))
@@ -837,6 +840,13 @@ class WindowMachine(BufferMachine):
                 uses, behind = (x[slot] for x in seen["uses"])
                 assert uses == window[0].uses
                 assert behind == self.version - window[0].version
+        starts, ends = {window[0] for window in windows}, self.has("episodes")
+        for row, (start, _) in enumerate(named):
+            expected = [(0, False)] * len(OFFSETS)
+            if start in starts:
+                expected = [twin.around(start, offset, ends=ends) for offset in OFFSETS]
+            around = (x[row].tolist() for x in (seen["around"].data, seen["around"].inside))
+            assert [*zip(*around, strict=True)] == expected
         self.check_steps(*seen["read"])
         for size, sample in zip(self.sizes, seen["sizes"], strict=True):
             self.check_windows_of(size, sample)

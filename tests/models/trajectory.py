@@ -224,6 +224,23 @@ class TrajectoryBuffer:
         [window] = [window for window in self.windows if window[0] is start]
         return [step.number for step in window]
 
+    def around(self, start: Step, offset: int, *, ends: bool) -> tuple[int, bool]:
+        """Number of the step at an offset from a window's first, or else of the nearest one.
+
+        Args:
+            start: The first step of a live window.
+            offset: The offset.
+            ends: whether there are ends of episodes, beyond which no step is there.
+        """
+        ring, step = self.rings[start.env], 1 if offset > 0 else -1
+        i = ring.index(start)
+        for k in range(abs(offset)):
+            ended = ends and ring[i if step > 0 else i - 1].last
+            if not 0 <= i + step < len(ring) or ended:
+                return ring[i].number, k == abs(offset)
+            i += step
+        return ring[i].number, True
+
     def clear(self, envs: Sequence[int] | None = None) -> None:
         """Forget the steps; positions go on at the beginning of the next lap but one."""
         for env in range(len(self.rings)) if envs is None else envs:

@@ -122,6 +122,7 @@ def arguments(name, buffer, slots):
         "dequeue": ((2,), {}),
         "slots_at": ((envs, positions), {}),
         "get_field": (("x", envs, positions), {}),
+        "steps_around": ((slots, jnp.array([-9, 0, 2, 1])), {}),
     }.get(name, ((slots,), {}) if DECLARED[name].slots or name == "episode" else ((), {}))
 
 
@@ -209,6 +210,10 @@ def members(buffer):
     ]
 
 
+def row_of(tree, i):
+    return jax.tree.map(lambda leaf: np.asarray(leaf[i]), tree)
+
+
 def expected_of(buffer, name, slots, args, options):
     """Each member after the operation, and the result of each row, found member by member."""
     changed, rows, first = [], {}, 0
@@ -221,7 +226,7 @@ def expected_of(buffer, name, slots, args, options):
         if DECLARED[name].needs in member.abilities:
             out = getattr(member, name)(*own_args, **options)
             if not DECLARED[name].changes:
-                rows |= {int(i): np.asarray(out)[i] for i in np.flatnonzero(here)}
+                rows |= {int(i): row_of(out, i) for i in np.flatnonzero(here)}
             changed.append(out)
         else:
             changed.append(member)
@@ -244,7 +249,7 @@ def test_each_row_goes_to_the_buffer_that_it_comes_from(kind, name):
             for got, member in zip(members(out), expected, strict=True):
                 chex.assert_trees_all_close(got, member, rtol=1e-6)
         else:
-            assert {i: out[i].tolist() for i in rows} == {i: rows[i].tolist() for i in rows}
+            chex.assert_trees_all_equal({i: row_of(out, i) for i in rows}, rows)
 
 
 @pytest.mark.parametrize("name", ROUTED)

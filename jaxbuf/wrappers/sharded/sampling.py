@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sample import Sample, StepsAround
 from jaxbuf.buffers.sampled import SampledBuffer
-from jaxbuf.core import trees
+from jaxbuf.core import fields, trees
 from jaxbuf.core.collectives import all_gather
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Key
@@ -124,10 +124,33 @@ def get(buffer: ShardedFields, slots: Slots) -> Sample:
     return run_on_devices(buffer, body, slots)
 
 
+def steps_around(
+    buffer: ShardedFields, slots: Slots, offsets: Int[Array, " K"], path: str | None
+) -> StepsAround:
+    """Returns the steps around windows with these slots, each on the device of its row."""
+    count, capacity = buffer.num_shards, buffer.shards.capacity
+    step = fields.stored(buffer.shards.example, path, "steps have")
+    nbytes = offsets.size * _bytes_of(step)
+
+    def body(shards: SampledBuffer, local_slots: Slots, offsets: Array) -> StepsAround:
+        all_slots = all_gather(local_slots, buffer.axis)  # [B]
+        # Slots out of range are looked up in any shard, which does not hold them.
+        shard_of_row = jnp.clip(all_slots.index // capacity, 0, count - 1)  # [B]
+
+        def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> StepsAround:
+            # Rows past the end get any slot, and ``exchange`` leaves them out.
+            picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), all_slots)  # [n]
+            return shard.steps_around(shard_slots(picked, shard_id, capacity), offsets, path)
+
+        return exchange(fetch, shards, shard_of_row, count, nbytes, buffer.axis)
+
+    return run_on_devices(buffer, body, slots, offsets)
+
+
 def _row_bytes(buffer: ShardedFields) -> int:
     """Returns the number of bytes of the data of a row."""
-    shards = buffer.shards
-    sizes = (
-        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shards.example)
-    )
-    return math.prod(shards.step_axes) * sum(sizes)
+    return math.prod(buffer.shards.step_axes) * _bytes_of(buffer.shards.example)
+
+
+def _bytes_of(tree: Arrays) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,6 +1,6 @@
 """One buffer whose items are spread over the devices along an axis of a mesh."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import jax
@@ -13,13 +13,14 @@ from jaxbuf.buffers.arguments import (
     broadcast_steps,
     check_batch_size,
     check_num_rows,
+    check_offsets,
     check_sampler,
     check_slots,
     mask_of,
 )
 from jaxbuf.buffers.buffer import check_options
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.sample import Contents, Sample
+from jaxbuf.buffers.sample import Contents, Sample, StepsAround
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SlottedBuffer
 from jaxbuf.core import checks, sizes, trees
@@ -338,6 +339,17 @@ class Sharded(SlottedBuffer, ShardedFields):
         self._check_rows("env_ids", env.shape[0])
         slots = on_shards.slots_at(self, env, position)
         return jax.tree.map(lambda leaf: leaf.reshape(shape), slots)
+
+    def steps_around(
+        self,
+        slots: Slots,
+        offsets: Sequence[int] | Int[ArrayLike, " K"],
+        path: str | None = None,
+    ) -> StepsAround:
+        self._need("steps_around", "environments")
+        slots, offset = check_slots(slots), jnp.asarray(check_offsets(offsets))
+        self._check_rows("slots", slots.index.shape[0])
+        return sampling.steps_around(self, slots, offset, path)
 
     def clear(self, envs: Envs = None) -> Self:
         if envs is None:
