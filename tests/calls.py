@@ -693,6 +693,7 @@ CALLS: dict[str, Call] = {
         replacement=(False, "flag"),
     ),
     "ItemBuffer.latest": of("plain", "latest", "n"),
+    "ItemBuffer.highest": of("scored", "highest", "n"),
     "ItemBuffer.can_sample": of("item", "can_sample", batch_size=(1, "wanted")),
     "ItemBuffer.update_priority": of(
         "item", "update_priority", "slots mask", priority=(ZEROS, "rows")

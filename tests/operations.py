@@ -377,6 +377,11 @@ def insert(buffer, sample, scale, key):
     return buffer.insert(rows(scale, ROWS), score=score, mask=number > 0)
 
 
+@operation(lambda buffer: is_sampled(buffer) and bool(buffer.compares_by))
+def highest(buffer, sample, scale, key):
+    return buffer.highest(BATCH)
+
+
 @operation(is_single)
 def get(buffer, sample, scale, key):
     return buffer.get(sample.slots), buffer.holds(sample.slots)

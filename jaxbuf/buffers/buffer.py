@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
 from flax import struct
@@ -13,6 +13,9 @@ from jaxtyping import PyTree
 
 from jaxbuf.core import checks
 from jaxbuf.core.types import Function
+
+# What ``highest`` compares.
+By = Literal["score", "priority"]
 
 
 class Share(NamedTuple):
@@ -122,6 +125,12 @@ class Buffer:
     def abilities(self) -> frozenset[str]:
         """The names of what it, or a buffer inside, is able to do, which operations need."""
         return frozenset().union(*(one.abilities for one in self._inner()))
+
+    @property
+    def compares_by(self) -> frozenset[str]:
+        """The choices of ``by`` in ``highest``: the numbers that all buffers inside keep."""
+        inner = [one.compares_by for one in self._inner()]
+        return frozenset.intersection(*inner) if inner else frozenset()
 
     @property
     def num_envs(self) -> int:

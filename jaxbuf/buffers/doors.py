@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
-from jaxbuf.buffers.buffer import check_options
+from jaxbuf.buffers.buffer import By, check_options
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, Steps
@@ -459,6 +459,12 @@ def dequeue(
 def latest(buffer: _Buffer, n: int) -> Sample:
     """Returns the ``n`` newest items, or windows of every ring: ``buffer.latest(n)``, compiled."""
     return call(SlottedBuffer.latest, buffer, n)
+
+
+@_door(SlottedBuffer.highest)
+def highest(buffer: _Buffer, n: int, by: By | None = None) -> Sample:
+    """Returns the ``n`` items of the highest scores: ``buffer.highest(n)``, compiled."""
+    return call(SlottedBuffer.highest, buffer, n, by=by)
 
 
 @_door(SlottedBuffer.sample_range)

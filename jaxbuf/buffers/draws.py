@@ -1,19 +1,26 @@
 """Draws that do not depend on the sampler alone: from a range of ages, and of the newest items."""
 
 import math
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
 
 from jaxbuf.buffers.arguments import check_batch_size, needs_order, needs_priority
 from jaxbuf.buffers.base import SampledBase
-from jaxbuf.core import checks, numbers, storage
+from jaxbuf.buffers.buffer import Buffer, By
+from jaxbuf.buffers.sample import Sample
+from jaxbuf.core import checks, numbers, sizes, sorting, storage
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import Count, Floats, Index, Key, Mask
+from jaxbuf.core.slots import Slots
+from jaxbuf.core.types import Count, Floats, Index, Key, Mask, Words
 from jaxbuf.occupancy.ages import Ages, Bound, grid, spread
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.occupancy.ranking import to_rank
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, over
 from jaxbuf.strategies.protocols import Draw, KnownSampler, uniform_probability
 
@@ -115,6 +122,70 @@ def draw_newest(occupancy: Occupancy, n: int) -> Draw:
     index, valid = grid(ages, n)
     probability = jnp.broadcast_to(uniform_probability(ages.total), (index.size,))
     return Draw(index.reshape(-1), probability, valid.reshape(-1))
+
+
+def highest(buffer: Any, n: int, by: By | None) -> Sample:
+    """Returns the items of ``highest``, of a buffer that defines ``best``."""
+    slots, _ = buffer.best(*check_highest(buffer, n, by))
+    check_enough(n, slots.index.shape[0])
+    return buffer.get(slots)
+
+
+def check_enough(n: int, num_slots: int) -> None:
+    """Raises ValueError if ``highest`` asks for more rows than there are slots."""
+    if num_slots < n:
+        raise ValueError(f"n is {n}, but there are {num_slots} slots")
+
+
+def check_highest(buffer: Buffer, n: int, by: By | None) -> tuple[int, By]:
+    """Checks the arguments of ``highest``, and returns the number of rows and what to compare.
+
+    Raises:
+        ValueError: If the buffer keeps nothing to compare, or not this.
+    """
+    rows, known = sizes.check_count("n", n), buffer.compares_by
+    if by is not None:
+        checks.check_choice("by", by, get_args(By))
+    wanted: tuple[By, ...] = get_args(By) if by is None else (by,)
+    for name in wanted:
+        if name in known:
+            return rows, name
+    parts = "not every part keeps" if buffer.members else f"{checks.kind_of(buffer)} does not keep"
+    raise ValueError(
+        f"highest was called, but {parts} the {' or the '.join(wanted)} of its items; create it "
+        "with evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax() for scores, or with "
+        "sampler=jaxbuf.Prioritized() for priorities"
+    )
+
+
+def best(occupancy: Occupancy, value: Float[Array, " N"], n: int) -> tuple[Index, Words]:
+    """Returns the slots of the ``n`` items with the largest values, and words in their order.
+
+    Of equal ones the newest comes first. Rows without an item have the word 0. There are fewer rows
+    than ``n`` if there are fewer slots.
+    """
+    slot = jnp.arange(value.shape[0], dtype=jnp.int32)  # [N]
+    counts = occupancy.live(slot) & ~jnp.isnan(value)  # [N]
+    word = jnp.where(counts, to_rank(value), jnp.uint32(0))  # [N]
+    age = occupancy.places.item_ages()
+    age = slot.astype(jnp.uint32) if age is None else age  # [N]
+    n = min(n, value.shape[0])
+    # These hold everything above the last one, but any of its equals.
+    top, above = sorting.largest(word, n)  # [n]
+    newest = jnp.where(word == top[-1], ~age, jnp.uint32(0))  # [N]
+    equal = sorting.largest(newest, n)[1]  # [n]
+    index = jnp.concatenate([above, equal])  # [2n]
+    top = jnp.where(top > top[-1], top, jnp.uint32(0))  # [n]
+    rest = jnp.where(newest[equal] > 0, word[equal], jnp.uint32(0))  # [n]
+    fall, _, index = lax.sort((~jnp.concatenate([top, rest]), age[index], index), num_keys=2)
+    return index[:n], ~fall[:n]
+
+
+def join_best(slots: Slots, word: Words, n: int) -> tuple[Slots, Words]:
+    """Returns the first ``n`` rows in the order of ``best``; equal ones stay in their order."""
+    row = jnp.arange(word.shape[0], dtype=jnp.int32)
+    fall, row = lax.sort((~word, row), num_keys=1, is_stable=True)
+    return jax.tree.map(lambda leaf: leaf[row[:n]], slots), ~fall[:n]
 
 
 def check_draw(draw: object) -> tuple[Index, Floats, Mask]:

@@ -64,9 +64,9 @@ def with_sampler(
     slot = jnp.arange(slots, dtype=jnp.int32)
     added = jnp.where(buffer.occupancy.live(slot), slot, slots)
     old_state = lax.stop_gradient(buffer.sampler_state)
-    names = [name for name, _ in _inside(buffer.sampler, old_state)]
-    inside = _inside(buffer.bound_sampler, old_state)
-    old = [(name, *pair) for name, pair in zip(names, inside, strict=True)]
+    names = [name for name, _ in inside(buffer.sampler, old_state)]
+    pairs = inside(buffer.bound_sampler, old_state)
+    old = [(name, *pair) for name, pair in zip(names, pairs, strict=True)]
 
     def state_of(name: Sampler, sampler: Sampler, empty: State) -> State:
         """Returns the state of one of the samplers, which is called ``name`` without numbers."""
@@ -95,7 +95,7 @@ def with_sampler(
 
     with using_width(width_of(buffer)):
         empty = new.init(slots)
-        names = iter([name for name, _ in _inside(sampler, empty)])
+        names = iter([name for name, _ in inside(sampler, empty)])
         state = new.map_state(empty, lambda inner, blank: state_of(next(names), inner, blank))
     changed = trees.updated(buffer, sampler=sampler, sampler_state=state, hyperparameters=values)
     return changed, legal
@@ -107,7 +107,7 @@ def is_notified(sampler: Sampler) -> bool:
     return overrides and hyperparameters.varies_now(sampler)
 
 
-def _inside(sampler: Sampler, state: State) -> list[tuple[Sampler, State]]:
+def inside(sampler: Sampler, state: State) -> list[tuple[Sampler, State]]:
     """Returns the samplers that a sampler is made of, each with its state."""
     samplers: list[tuple[Sampler, State]] = []
 

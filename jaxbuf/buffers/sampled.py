@@ -22,6 +22,7 @@ from jaxbuf.buffers.arguments import (
     needs_order,
 )
 from jaxbuf.buffers.base import SampledBase
+from jaxbuf.buffers.buffer import By
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import checks, counters, fields, sizes, storage, trees
@@ -29,7 +30,18 @@ from jaxbuf.core.hyperparameters import bind, check_values, filled, split
 from jaxbuf.core.random import check_key
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
-from jaxbuf.core.types import Arrays, Count, Flag, Function, Index, Integers, Key, Mask, State
+from jaxbuf.core.types import (
+    Arrays,
+    Count,
+    Flag,
+    Function,
+    Index,
+    Integers,
+    Key,
+    Mask,
+    State,
+    Words,
+)
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity, DiversityState
@@ -106,6 +118,10 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return frozenset(name for name, able in has.items() if able)
 
     @property
+    def compares_by(self) -> frozenset[str]:
+        return frozenset(jax.eval_shape(lambda buffer: buffer._compared(), self))
+
+    @property
     def uses_score(self) -> bool:
         """True if a strategy of this buffer uses scores, which ``update_score`` sets."""
         return bool(self.score_users)
@@ -164,6 +180,14 @@ class SampledBuffer(SlottedBuffer, SampledBase):
     def latest(self, n: int) -> Sample:
         needs_order(self.occupancy, "latest")
         return self.gather(draws.draw_newest(self.occupancy, sizes.check_count("n", n)))
+
+    def highest(self, n: int, by: By | None = None) -> Sample:
+        return draws.highest(self, n, by)
+
+    def best(self, n: int, by: By) -> tuple[Slots, Words]:
+        occupancy = self.occupancy
+        index, word = draws.best(occupancy, self._compared()[by], n)
+        return Slots(jnp.where(word > 0, index, self.capacity), occupancy.generation(index)), word
 
     def update_priority(
         self,
@@ -372,6 +396,14 @@ class SampledBuffer(SlottedBuffer, SampledBase):
 
     def by_slot(self) -> dict[str, Array]:
         return {**self.bound_sampler.by_slot(self.sampler_state), **super().by_slot()}
+
+    def _compared(self) -> dict[str, Array]:
+        """Returns what ``highest`` compares of each slot, ``[N]``, by name."""
+        compared = super().by_slot()
+        state = lax.stop_gradient(self.sampler_state)
+        for sampler, inner in hyperparameters.inside(self.bound_sampler, state):
+            compared = {**sampler.compared(inner), **compared}
+        return compared
 
     def move(self, old: Self, moves: Moves) -> Self:
         parts = zip(self.extras, self.extra_states, old.extra_states, strict=True)

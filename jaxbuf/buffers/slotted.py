@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxbuf.buffers.arguments import Where, check_offsets
-from jaxbuf.buffers.buffer import Buffer
+from jaxbuf.buffers.buffer import Buffer, By
 from jaxbuf.buffers.operation import Operation, operation
 from jaxbuf.buffers.sample import Sample, Steps, StepsAround
 from jaxbuf.core.slots import Slots
@@ -74,6 +74,14 @@ class SlottedBuffer(Buffer):
             operation = getattr(vars(SlottedBuffer).get(name), "operation", None)
             if operation is not None and not hasattr(method, "operation"):
                 setattr(cls, name, operation.as_program(method))
+
+    def best(self, n: int, by: By) -> tuple[Slots, Words]:
+        """Returns the slots of ``highest``, and words in the order of what is compared.
+
+        A row without an item has the word 0. There are fewer rows than ``n`` if there are fewer
+        slots.
+        """
+        raise NotImplementedError
 
     def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Performs an operation that this class does not override.
@@ -515,6 +523,39 @@ class SlottedBuffer(Buffer):
             >>> buffer = buffer.add(jnp.arange(12).reshape(2, 6))
             >>> buffer.latest(2).data.tolist()
             [[3, 4], [4, 5], [9, 10], [10, 11]]
+        """
+        raise NotImplementedError
+
+    @operation(by_member=False, changes=False, static=("n", "by"), rows="n")
+    def highest(self, n: int, by: By | None = None) -> Sample:
+        """Returns the ``n`` items, or windows, of the highest scores, the highest first.
+
+        Items that compare equal are in order of age, the newest first. Windows of several rings
+        that are equally old are in the order of their rings; parts of a ``Mixture`` and shards of a
+        ``Sharded`` follow each other. The cost is a pass over all slots.
+
+        Args:
+            n: The number of rows; static, at most the number of slots. Of a ``Sharded`` a multiple
+                of the number of its shards.
+            by: ``"score"``, or ``"priority"`` to compare the masses of the sampler, which are all
+                equal if ``alpha`` is 0; static. By default the score, or the priority where there
+                are no scores.
+
+        Returns:
+            A ``Sample``, whose ``probability`` is that of ``get``. If there are fewer items that
+            can be drawn, the last rows are invalid.
+
+        Raises:
+            ValueError: If the buffer, or a part of a ``Mixture``, keeps neither scores nor
+                priorities, or not those of ``by``, or ``n`` is not an integer from 1 to the number
+                of slots.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, evictor=jaxbuf.Lowest())
+            >>> buffer = buffer.add(jnp.arange(5), score=jnp.array([2.0, -1.0, 7.0, 2.0, 0.0]))
+            >>> buffer.highest(3).data.tolist()
+            [2, 3, 0]
         """
         raise NotImplementedError
 

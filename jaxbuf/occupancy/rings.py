@@ -305,6 +305,14 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         order = (env * self.windows_per_ring + remainder(place, self.windows_per_ring)).reshape(-1)
         return order, self.live(order)
 
+    def item_ages(self) -> UInt[Array, " N"]:
+        """Returns the number of steps after the first one of each window, in all rings.
+
+        It is counted as if steps were added to all rings at a time.
+        """
+        slot = jnp.arange(self.num_slots, dtype=jnp.int32)
+        return (self.age(slot) * self.num_envs + self.ring_and_start(slot)[0]).astype(jnp.uint32)
+
     def clear(self, mask: Bool[Array, " E"] | None = None) -> Self:
         """Returns the rings with some or all of them emptied.
 

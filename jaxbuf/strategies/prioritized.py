@@ -165,6 +165,9 @@ class Prioritized(ShardableSampler):
     def by_slot(self, state: SegmentTree) -> dict[str, Float[Array, " N"]]:
         return {"priority": self.priority(state.leaves)}
 
+    def compared(self, state: SegmentTree) -> dict[str, Float[Array, " N"]]:
+        return {"priority": state.leaves}
+
     @property
     def shardable(self) -> bool:
         """True with replacement; without it, each draw depends on all others."""

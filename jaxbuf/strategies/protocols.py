@@ -193,6 +193,13 @@ class Sampler(Movable, abc.ABC):
         del state
         return {}
 
+    def compared(self, state: State) -> dict[str, Float[Array, " N"]]:
+        """Returns the numbers by which ``highest`` compares items, by default those of ``by_slot``.
+
+        Of priorities these are their masses, which need not be computed back.
+        """
+        return self.by_slot(state)
+
     def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats | None:
         """Returns the probability that a single draw gives each of these live items.
 

@@ -11,6 +11,7 @@ from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Integer, PyTree
 
+from jaxbuf.buffers import draws
 from jaxbuf.buffers.arguments import (
     Where,
     broadcast_steps,
@@ -20,7 +21,7 @@ from jaxbuf.buffers.arguments import (
     mask_of,
 )
 from jaxbuf.buffers.base import check_alike
-from jaxbuf.buffers.buffer import Share, as_buffer, check_options
+from jaxbuf.buffers.buffer import By, Share, as_buffer, check_options
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
@@ -466,6 +467,14 @@ class Mixture(SlottedBuffer, Described):
             )
 
         return self._join("get", "contents", read)
+
+    def highest(self, n: int, by: By | None = None) -> Sample:
+        return draws.highest(self, n, by)
+
+    def best(self, n: int, by: By) -> tuple[Slots, Words]:
+        found = [self._slotted(i).best(n, by) for i in range(len(self.parts))]
+        each = [(self._global_slots(i, slots), word) for i, (slots, word) in enumerate(found)]
+        return draws.join_best(*jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each), n)
 
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]

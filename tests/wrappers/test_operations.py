@@ -117,6 +117,7 @@ def arguments(name, buffer, slots):
         "set_hyperparameters": (({},), part),
         "with_sampler": ((jaxbuf.Uniform(),), part),
         "latest": ((2,), {}),
+        "highest": ((2,), {}),
         "sample_range": ((KEY, 4, -2), {}),
         "gather": ((Draw(batch, jnp.ones(4), batch >= 0),), {}),
         "dequeue": ((2,), {}),
@@ -173,6 +174,8 @@ ROUTED = [
         for kind in ("mixture", "sharded")
         for name in DECLARED
         if name not in ROUTED or name in LACKS[kind]
+        # Some parts have only scores here, and the others only priorities.
+        if (kind, name) != ("mixture", "highest")
     ],
 )
 def test_a_wrapper_has_it_or_says_what_to_use(kind, name):

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxbuf.buffers import draws
 from jaxbuf.buffers.arguments import check_slots
+from jaxbuf.buffers.buffer import By
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core import checks, fields, numbers, trees
@@ -222,6 +224,21 @@ def change_rows(
         return jax.vmap(change, in_axes=(0, 0, None))(shards, ids, rows)
 
     return trees.updated(buffer, shards=run_on_devices(buffer, body, rows))
+
+
+def best(buffer: ShardedFields, n: int, by: By) -> Slots:
+    """Returns the slots of the ``n`` best items of all shards, each device its block of them."""
+
+    def body(shards: SampledBuffer, *_: object) -> Slots:
+        slots, word = jax.vmap(lambda shard: shard.best(n, by))(shards)  # [L, n]
+        slots = global_slots(buffer, slots, shard_ids(shards, buffer.axis)[:, None])
+        found = all_gather((slots, word), buffer.axis)  # [S, n]
+        joined, _ = draws.join_best(*jax.tree.map(lambda leaf: leaf.reshape(-1), found), n)
+        rows = n * num_local(shards) // buffer.num_shards
+        first = lax.axis_index(buffer.axis) * rows
+        return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, rows), joined)
+
+    return run_on_devices(buffer, body)
 
 
 def slots_at(buffer: ShardedFields, env: Index, position: Words) -> Slots:

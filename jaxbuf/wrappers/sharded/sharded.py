@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Integer
 
+from jaxbuf.buffers import draws
 from jaxbuf.buffers.arguments import (
     broadcast_steps,
     check_batch_size,
@@ -18,7 +19,7 @@ from jaxbuf.buffers.arguments import (
     check_slots,
     mask_of,
 )
-from jaxbuf.buffers.buffer import check_options
+from jaxbuf.buffers.buffer import By, check_options
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Contents, Sample, StepsAround
 from jaxbuf.buffers.sampled import SampledBuffer
@@ -330,6 +331,12 @@ class Sharded(SlottedBuffer, ShardedFields):
         slots = check_slots(slots)
         self._check_rows("slots", slots.index.shape[0])
         return sampling.get(self, slots)
+
+    def highest(self, n: int, by: By | None = None) -> Sample:
+        rows, by = draws.check_highest(self, n, by)
+        draws.check_enough(rows, self.num_shards * self.shards.num_slots)
+        _check_multiple(f"n is {rows}", rows, self.num_shards)
+        return sampling.get(self, on_shards.best(self, rows, by))
 
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]
