@@ -465,6 +465,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "refresh_after": (10, "count or none"),
     "replacement": (True, "flag"),
     "resize": (False, "flag"),
+    "partial": (False, "flag"),
     "resume_at": (0, "step or none"),
     "reward": ("reward", "field there"),
     "reward_clip": (None, "pair or none"),
@@ -800,8 +801,10 @@ CALLS: dict[str, Call] = {
     # Calls that keep data on disk, wait, or write.
     "save": call(lambda path: jaxbuf.save(path, THINGS.plain), "path", host=True),
     "load": call(
-        lambda path, resize: jaxbuf.load(path, THINGS.plain, resize=resize),
-        "resize",
+        lambda path, resize, partial: jaxbuf.load(
+            path, THINGS.plain, resize=resize, partial=partial
+        ),
+        "resize partial",
         path=(saved(), "folder"),
         host=True,
     ),

@@ -161,7 +161,9 @@ def save(path: str | os.PathLike[str], buffer: PyTree) -> None:
         _replace_together(folder, write_shards, write_rest)
 
 
-def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> Tree:
+def load(
+    path: str | os.PathLike[str], like: Tree, *, resize: bool = False, partial: bool = False
+) -> Tree:
     """Reads a checkpoint.
 
     A run continues from the result bit for bit, even on other devices or with another number of
@@ -186,6 +188,10 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
             reads all of them. Slots that were sampled before become stale, and positions of steps
             are counted anew. What samplers and parts keep moves with the items, by ``Sampler.move``
             and ``Part.move``.
+        partial: Whether the checkpoint may have more than ``like``, such as a network beside the
+            buffer. Only the leaves of ``like`` are read, and damage elsewhere is not looked for.
+            They are found by their place: by the key in a dict, the name of a field in a dataclass
+            or a ``NamedTuple``, and the index in a list or a tuple.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
@@ -202,16 +208,22 @@ def load(path: str | os.PathLike[str], like: Tree, *, resize: bool = False) -> T
         ...     large = jaxbuf.load(folder, like=large, resize=True)
         >>> large.capacity, large.data[:3].tolist()
         (100, [0.0, 1.0, 2.0])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     jaxbuf.save(folder, {"weights": jnp.zeros((64, 64)), "replay": small})
+        ...     small = jaxbuf.load(folder, like={"replay": small}, partial=True)["replay"]
+        >>> int(small.size)
+        3
     """
     folder = checks.check_path("path", path).resolve()
     checks.check_flag("resize", resize)
+    checks.check_flag("partial", partial)
     with versions.locked(folder, shared=True):
         found = versions.find(folder)
         if not found:
             raise FileNotFoundError(f"there is no checkpoint in {path} of jaxbuf 0.2.0 or later")
         like = _placed(like)
         with using_width(NARROW):
-            tree = _load(found[-1], with_width(like, NARROW), resize)
+            tree = _load(found[-1], with_width(like, NARROW), resize, partial)
     if jax.tree.structure(tree) == jax.tree.structure(like):
         return tree
     # ``like`` has wide segment trees, and a checkpoint only narrow ones.
@@ -247,7 +259,7 @@ def check_folder(name: str, path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _load(version: Path, like: Tree, resize: bool) -> Tree:
+def _load(version: Path, like: Tree, resize: bool, partial: bool) -> Tree:
     manifest = _read_manifest(version)
     if manifest["format"] not in (_BEFORE, _FORMAT):
         raise ValueError(
@@ -256,8 +268,12 @@ def _load(version: Path, like: Tree, resize: bool) -> Tree:
         )
     try:
         described = dict(manifest["leaves"])
-        saved = {name: _check_record(record) for name, record in described.items()}
         configuration = dict(manifest["configuration"])
+        if partial:
+            configuration = structure.part_of(configuration, described, like)
+            names = structure.leaf_types(like, "like")
+            described = {name: described[name] for name in names if name in described}
+        saved = {name: _check_record(record) for name, record in described.items()}
         _require(0 < _integer(manifest["chunk"]) <= _MOST_CHUNK_BYTES)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _damaged(version, "its manifest is incomplete or not one of jaxbuf") from error
@@ -370,6 +386,8 @@ def _compare(
     else:
         hint = "pass a pytree like the one that was saved"
         messages = [f"like{name} is not in the checkpoint" for name in wanted if name not in saved]
+        if not messages and wanted.keys() < saved.keys():
+            hint += ", or partial=True to load only what it has"
         messages += [f"like{name} is missing" for name in saved if name not in wanted]
         for name in saved.keys() & wanted.keys() if not messages else ():
             leaf, like = saved[name], wanted[name]

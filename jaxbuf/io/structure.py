@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -90,12 +90,45 @@ def configuration(tree: PyTree) -> Configuration:
     return dict(_nodes(tree, ""))
 
 
-def _nodes(node: PyTree, path: str) -> Iterator[tuple[str, Any]]:
+def part_of(saved: Configuration, leaves: Iterable[str], like: PyTree) -> Configuration:
+    """Returns the saved configuration of that part of a pytree which ``like`` has.
+
+    A dataclass of somebody else may be of another class than the saved one if it has fewer leaves.
+
+    Args:
+        saved: The result of ``configuration`` for the saved pytree.
+        leaves: The names of its leaves.
+        like: A pytree like a part of it.
+    """
+    left = set(leaves) - {keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(like)}
+    kept: Configuration = {}
+    for path, node, static in _walk(like, ""):
+        inside = tuple(f"{path}.{field}{end}" for field in static for end in (".", "["))
+        exact = {f"{path}.{field}" for field in static}
+        kept |= {k: v for k, v in saved.items() if k in exact or k.startswith(inside)}
+        ours = type(node).__module__.startswith("jaxbuf.")
+        if not ours and any(name.startswith((f"{path}.", f"{path}[")) for name in left):
+            kept |= {path: type(node).__qualname__} if dataclasses.is_dataclass(node) else {}
+        elif path in saved:
+            kept[path] = saved[path]
+    return kept
+
+
+def _nodes(tree: PyTree, path: str) -> Iterator[tuple[str, Any]]:
+    for place, node, static in _walk(tree, path):
+        if dataclasses.is_dataclass(node):
+            yield place, type(node).__qualname__
+        for field in static:
+            yield from _values(getattr(node, field), f"{place}.{field}")
+
+
+def _walk(node: PyTree, path: str) -> Iterator[tuple[str, Any, list[str]]]:
+    """Yields each inner node of a pytree, with its path and the names of its static fields."""
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
     if any(not key for key, _ in children):
         return
+    static: list[str] = []
     if dataclasses.is_dataclass(node):
-        yield path, type(node).__qualname__
         dynamic = {keystr(key) for key, _ in children}
         for field in dataclasses.fields(node):
             # A field without leaves is also a child, although it does not appear in a path.
@@ -103,9 +136,10 @@ def _nodes(node: PyTree, path: str) -> Iterator[tuple[str, Any]]:
             is_static = field.metadata.get("static", False)
             is_dynamic = field.metadata.get("pytree_node", not is_static)
             if compared and f".{field.name}" not in dynamic and not is_dynamic:
-                yield from _values(getattr(node, field.name), f"{path}.{field.name}")
+                static.append(field.name)
+    yield path, node, static
     for key, child in children:
-        yield from _nodes(child, path + keystr(key))
+        yield from _walk(child, path + keystr(key))
 
 
 def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:

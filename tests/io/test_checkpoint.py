@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
 import chex
 import flax.linen as nn
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import struct
 from flax.training.train_state import TrainState
 
 import jaxbuf
@@ -216,6 +218,101 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, case):
     if case != "a capacity":
         with pytest.raises(ValueError, match=re.escape(message)):
             jaxbuf.load(tmp_path, like, resize=True)
+    if case == "a part":
+        assert_same(jaxbuf.load(tmp_path, like, partial=True), like)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxbuf.load(tmp_path, like, partial=True)
+
+
+@struct.dataclass
+class Agent:
+    replay: object = None
+    params: object = None
+    layers: int = struct.field(pytree_node=False, default=2)
+
+
+@struct.dataclass
+class Resumed:
+    replay: object
+
+
+class Pair(NamedTuple):
+    replay: object
+    params: object
+
+
+class Alone(NamedTuple):
+    replay: object
+
+
+# A pytree of a buffer and parameters, and a pytree of that buffer alone.
+WHOLES = {
+    "a dict": (lambda a, b: {"params": b, "replay": a}, lambda a: {"replay": a}),
+    "a list": (lambda a, b: [a, b], lambda a: [a]),
+    "fields that are None": (Agent, Agent),
+    "a smaller dataclass": (Agent, Resumed),
+    "a smaller tuple with names": (Pair, Alone),
+    "deeper": (lambda a, b: {"x": ({"y": a}, b)}, lambda a: {"x": ({"y": a},)}),
+    "a state of flax": (
+        lambda a, b: (a, TrainState.create(apply_fn=None, params=b, tx=optax.adam(0.1))),
+        lambda a: (a,),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WHOLES)
+def test_only_what_like_has_is_read(tmp_path, case, monkeypatch):
+    whole, part = WHOLES[case]
+    buffer = item_buffer(sampler=jaxbuf.Prioritized(), diversity=jaxbuf.Diversity())
+    full = buffer.add(items(1, 2, 3), score=jnp.ones(3))
+    jaxbuf.save(tmp_path, whole(full, {"w": jnp.ones((2**10, 2**10))}))
+    read, leaf = [], checkpoint._Stored.leaf
+    monkeypatch.setattr(
+        checkpoint._Stored, "leaf", lambda self, name: read.append(name) or leaf(self, name)
+    )
+    shapes = jax.eval_shape(lambda: part(buffer))
+    assert_same(jaxbuf.load(tmp_path, shapes, partial=True), part(full))
+    assert len(read) == len(jax.tree.leaves(buffer))
+    with pytest.raises(ValueError, match="is of something else"):
+        jaxbuf.load(tmp_path, shapes)
+    larger = jaxbuf.ItemBuffer.create(ITEM, 20, **buffer.options())
+    grown = jax.tree.leaves(
+        jaxbuf.load(tmp_path, part(larger), partial=True, resize=True),
+        is_leaf=lambda node: isinstance(node, jaxbuf.ItemBuffer),
+    )[0]
+    assert grown.capacity == 20
+    assert_ids(grown, [1, 2, 3])
+    for other in ({}, {"diversity": jaxbuf.Diversity(0.5)}, {"parts": (jaxbuf.Removable(),)}):
+        like = item_buffer(sampler=jaxbuf.Prioritized(), **other)
+        with pytest.raises(ValueError, match=r"extras.* but the checkpoint has"):
+            jaxbuf.load(tmp_path, part(like), partial=True)
+
+
+def test_a_smaller_dataclass_has_the_same_configuration(tmp_path):
+    jaxbuf.save(tmp_path, Agent(jnp.ones(2), jnp.ones(3)))
+    with pytest.raises(ValueError, match=r"like\.layers is 3, but the checkpoint has 2"):
+        jaxbuf.load(tmp_path, Agent(jnp.ones(2), layers=3), partial=True)
+    with pytest.raises(ValueError, match=r"like\['replay'\] is not in the checkpoint"):
+        jaxbuf.load(tmp_path, {"replay": jnp.ones(2)}, partial=True)
+    jaxbuf.save(tmp_path, Resumed(jnp.ones(2)))
+    with pytest.raises(ValueError, match="like is Agent, but the checkpoint has Resumed"):
+        jaxbuf.load(tmp_path, Agent(jnp.ones(2)), partial=True)
+    jaxbuf.save(tmp_path, {"a": 1, "b": 2})
+    with pytest.raises(ValueError, match="or partial=True to load only what it has"):
+        jaxbuf.load(tmp_path, {"a": 1})
+
+
+def test_damage_of_what_is_not_read_is_not_looked_for(tmp_path):
+    random = np.random.default_rng(0)
+    tree = {"a": random.standard_normal(2**19), "b": jnp.arange(4), "c": jnp.arange(5.0)}
+    jaxbuf.save(tmp_path, tree)
+    [chunk] = tmp_path.glob("jaxbuf-*/data/0")
+    chunk.write_bytes(chunk.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="is damaged"):
+        jaxbuf.load(tmp_path, tree)
+    del tree["a"]
+    assert_same(jaxbuf.load(tmp_path, tree, partial=True), tree)
 
 
 def test_configurations_of_one_s_own_are_compared(tmp_path):
