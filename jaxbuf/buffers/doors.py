@@ -32,8 +32,8 @@ from jaxbuf.buffers.slotted import (
     SampleOptions,
     SlottedBuffer,
 )
-from jaxbuf.core import checks
-from jaxbuf.core.program import OwnPrograms, Program
+from jaxbuf.core import advice, checks
+from jaxbuf.core.program import OwnPrograms, Program, is_outside
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Count, Function, Key
 from jaxbuf.strategies.protocols import Sampler
@@ -318,7 +318,8 @@ def update_priority(
     """Sets priorities of sampled items: ``buffer.update_priority(...)``, compiled, in place.
 
     The buffer is donated. ``donate=False`` keeps it, at the cost of a copy of its priorities; the
-    two buffers then share their storage, so that donating one of them consumes both.
+    two buffers then share their storage, so that donating one of them consumes both. The first ten
+    calls from Python, of up to 65,536 rows, look at the priorities, and warn if one is negative.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -329,7 +330,10 @@ def update_priority(
         >>> round(float(buffer.metrics()["priority_max"]), 3)
         7.0
     """
-    return call(SlottedBuffer.update_priority, buffer, slots, priority, mask=mask, donate=donate)
+    result = call(SlottedBuffer.update_priority, buffer, slots, priority, mask=mask, donate=donate)
+    if advice.looks_left() and is_outside():
+        advice.note_priorities(priority, mask)
+    return result
 
 
 @_door(SlottedBuffer.set_field)

@@ -99,7 +99,7 @@ class Operation:
 
     def as_program(self, method: Callable[P, R]) -> Callable[P, R]:
         """Returns a method that performs the operation, as a program."""
-        call = program(**self.about)(method)
+        call = program(**self.about, changes=self.changes)(method)
         vars(call)["operation"] = self
         return call
 

@@ -12,6 +12,7 @@ the function may be a method of an agent that has learned since, which no compar
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.core import fields, native, numbers, shapes, trees
+from jaxbuf.core import advice, fields, native, numbers, shapes, trees
 from jaxbuf.core.donation import check_apart, check_not_donated, check_single, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
@@ -50,6 +51,8 @@ class About(TypedDict, total=False):
             arrays. May be a function of ``self``.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
+        changes: Whether the result has the changed buffer, alone or first of all. A method that is
+            called from Python copies what it changes; see ``advice.note_copy``.
         loses: Whether the result may lack some of the arrays that ``self`` has. If ``self`` is
             donated, only arrays are whose memory the result can take.
     """
@@ -63,7 +66,16 @@ class About(TypedDict, total=False):
     keys: tuple[str, ...]
     keeps: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
     before: Callable[[Any, dict[str, Any]], dict[str, Any]]
+    changes: bool
     loses: bool
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Copied:
+    """The number of bytes of a buffer that a program copies, as a part of its result."""
+
+    nbytes: int
 
 
 def program(**about: Unpack[About]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -115,17 +127,18 @@ class Program:
         self.keeps = about.get("keeps", ())
         self.stored = about.get("stored", ())
         self.dtypes, self.keys = about.get("dtypes", {}), about.get("keys", ())
-        self.buffers = about.get("buffers", ())
+        self.buffers, self.changes = about.get("buffers", ()), about.get("changes", False)
 
     def __call__(
-        self, args: tuple[Any, ...], options: dict[str, Any], *, donate: bool = False
+        self, args: tuple[Any, ...], options: dict[str, Any], *, donate: bool | None = None
     ) -> Any:
         """Returns ``function(*args, **options)``.
 
         Args:
             args: The positional arguments.
             options: The arguments by name.
-            donate: Whether a call from Python may overwrite the arrays of the first argument.
+            donate: Whether a call from Python may overwrite the arrays of the first argument. None
+                if the caller did not choose: the method was called, and not the function.
 
         Raises:
             ValueError: If the first argument of a method was donated, or is a batch of buffers.
@@ -160,14 +173,18 @@ class Program:
         jax.eval_shape(lambda: self.function(*args, **options))
         raise wrong
 
-    def _check_memory(self, args: tuple[Any, ...], options: dict[str, Any], donate: bool) -> None:
+    def _check_memory(
+        self, args: tuple[Any, ...], options: dict[str, Any], donate: bool | None
+    ) -> None:
         """Checks what XLA refuses: arrays that are gone, or that a donated buffer shares."""
         # An array was donated, but not the one that was looked at.
         check_not_donated((args, options), "buffer")
         if donate:
             check_apart(args[0], dict(zip(self.names, args[1:], strict=False)) | options)
 
-    def _run(self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool) -> Any:
+    def _run(
+        self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool | None
+    ) -> Any:
         values = args[1:] if self.is_method else args
         arguments = dict(zip(self.names, values, strict=False)) | options
         if len(arguments) < len(values) + len(options):
@@ -200,7 +217,12 @@ class Program:
         platform = platform_of(one_leaf(first if self.is_method else settled))
         if len(fixed) > 1:
             fixed = dict(sorted(fixed.items()))
-        result = make(self, donate, platform, tuple(fixed), *fixed.values())(first, settled)
+        run = make(self, bool(donate), platform, tuple(fixed), *fixed.values())
+        result = run(first, settled)
+        if self.changes and not donate:
+            result, copied = result
+            if donate is None:
+                advice.note_copy(first, self.function.__name__, copied.nbytes)
         if kept and type(result) is type(first):
             vars(result).update(kept)  # Nobody else has it.
         return result
@@ -338,13 +360,23 @@ def _compile(
         args = (first,) if program.is_method else ()
         # Trees that it creates lie where the buffer does.
         with using_width(width_for(platform)), native.called_from_python(platform == "cpu"):
-            return program.function(*args, **traced, **fixed)
+            result = program.function(*args, **traced, **fixed)
+        if not program.changes or donate:
+            return result
+        return result, _Copied(_copied_bytes(first, result))
 
     run.__name__ = run.__qualname__ = program.function.__name__
     options = _options(platform)
     if donate and program.about.get("loses"):
         return _donating_what_fits(run, options)
     return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=options)
+
+
+def _copied_bytes(before: Any, result: Any) -> int:
+    """Returns the size of the arrays of a changed buffer that are not those from before."""
+    same = {id(leaf) for leaf in jax.tree.leaves(before)}
+    leaves = jax.tree.leaves(result[0] if type(result) is tuple else result)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if id(leaf) not in same)
 
 
 def _donating_what_fits(run: Function, options: dict[str, str] | None) -> Function:

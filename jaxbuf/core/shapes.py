@@ -34,11 +34,11 @@ def note(buffer: PyTree, items: PyTree, call: str) -> None:
     warnings.warn(
         f"{call} was compiled for {_MOST} different shapes of rows, each of which takes time and "
         "memory; pad rows to a few sizes, such as powers of two, and mark the real ones with mask=",
-        stacklevel=_level(),
+        stacklevel=caller_level(),
     )
 
 
-def _level() -> int:
+def caller_level() -> int:
     """Returns the level on the stack of the caller outside of JAX and of this library."""
     frame, level = inspect.currentframe(), 0
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("jax", "jaxbuf"):
