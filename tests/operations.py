@@ -35,9 +35,9 @@ def _windows(**options):
     return functools.partial(jaxbuf.TrajectoryBuffer.create, ITEM, ENVS, LENGTH, **options)
 
 
-def _mixture():
+def _mixture(ratios=(1, 1)):
     return jaxbuf.Mixture.create(
-        [_items()(), _items(sampler=jaxbuf.Prioritized(), freshness=_LIMITS)()], [1, 1]
+        [_items()(), _items(sampler=jaxbuf.Prioritized(), freshness=_LIMITS)()], ratios
     )
 
 
@@ -110,6 +110,7 @@ BUFFERS = {
     "windows-avoid": _windows(episodes=jaxbuf.Episodes(boundary="avoid"), sampler=_PLAIN),
     "queue": functools.partial(jaxbuf.Queue.create, ITEM, CAPACITY),
     "mixture": _mixture,
+    "mixture-varying": lambda: _mixture(jaxbuf.Varying((0.5, 0.5))),
 }
 
 
@@ -363,6 +364,11 @@ def set_hyperparameters(buffer, sample, scale, key):
     values = {"ratio": scale / (1 + scale), "uniform_mix": 1 / (1 + scale)}
     values["weights"] = jnp.stack([scale, jnp.float32(1)])
     return buffer.set_hyperparameters(values, **{"samplers[1].base.alpha": scale})
+
+
+@operation(lambda buffer: isinstance(buffer, jaxbuf.Mixture) and bool(buffer.varying))
+def set_ratios(buffer, sample, scale, key):
+    return buffer.set_hyperparameters(ratios=jnp.stack([scale, jnp.float32(1)]))
 
 
 @operation(has_varying)

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 from flax import struct
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from jaxbuf.core import checks
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Flag, Function
 
 # What ``highest`` compares.
 By = Literal["score", "priority"]
@@ -24,12 +25,12 @@ class Share(NamedTuple):
     Attributes:
         buffer: The buffer; None if its items are taken out, once each, and so are certain.
         slots: Its number of slots.
-        fraction: The fraction of the rows that come from it.
+        fraction: The fraction of the rows that come from it; an array ``[]`` if it varies.
     """
 
     buffer: Any
     slots: int
-    fraction: float
+    fraction: Any
 
 
 class Buffer:
@@ -39,11 +40,13 @@ class Buffer:
         is_queue: Whether items are taken out, once each, and none is evicted.
         runs_in_programs: Whether its methods can be called within ``jax.jit``.
         on_one_device: Whether all of a batch is on one device.
+        draws_some: Whether it can draw a number of rows that is traced, by ``sample_some``.
     """
 
     is_queue: bool = False
     runs_in_programs: bool = True
     on_one_device: bool = True
+    draws_some: bool = False
 
     def __init_subclass__(cls, **options: Any):
         if not issubclass(cls, struct.PyTreeNode):
@@ -227,9 +230,22 @@ class Buffer:
         """Returns the arguments of ``set_hyperparameters``, after checks like ``check_add``."""
         return arguments
 
-    def kept_by_hyperparameters(self) -> tuple[str, ...]:
+    def kept_by_hyperparameters(self, arguments: dict[str, Any]) -> tuple[str, ...]:
         """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
+        del arguments
         return ()
+
+    def are_legal(self, values: dict[str, Array]) -> Flag:
+        """Returns whether new hyperparameters, by their names here, are legal."""
+        raise NotImplementedError
+
+    def with_values(self, values: dict[str, Array], legal: Flag) -> Any:
+        """Returns the buffer with new hyperparameters, if they are legal."""
+        raise NotImplementedError
+
+    def counting_illegal(self, legal: Flag, values: dict[str, Array]) -> Any:
+        """Returns the buffer after counting hyperparameters that are not legal."""
+        raise NotImplementedError
 
     def _inner(self) -> "list[Buffer]":
         """Returns the buffers that answer for a wrapper: its members, or the one inside of it."""
@@ -258,6 +274,18 @@ class _Other(Buffer):
     def shares(self, rows: int) -> list[Share]:
         del rows
         return [Share(self.thing, self.thing.capacity, 1.0)]
+
+    def are_legal(self, values: dict[str, Array]) -> Flag:
+        del values
+        return jnp.bool_(True)
+
+    def with_values(self, values: dict[str, Array], legal: Flag) -> Any:
+        del legal
+        return self.thing.set_hyperparameters(values)
+
+    def counting_illegal(self, legal: Flag, values: dict[str, Array]) -> Any:
+        del legal, values
+        return self.thing
 
     def _kind(self) -> str:
         return checks.kind_of(self.thing)

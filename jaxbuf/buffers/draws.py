@@ -188,6 +188,14 @@ def join_best(slots: Slots, word: Words, n: int) -> tuple[Slots, Words]:
     return jax.tree.map(lambda leaf: leaf[row[:n]], slots), ~fall[:n]
 
 
+def placed(draw: Draw, begin: Count, count: Count) -> Draw:
+    """Returns a draw whose first ``count`` rows are moved to ``begin``; the others are invalid."""
+    row = jnp.arange(draw.index.shape[0], dtype=jnp.int32) - begin
+    inside = (row >= 0) & (row < count)
+    row = jnp.where(inside, row, 0)
+    return Draw(draw.index[row], draw.probability[row], draw.valid[row] & inside)
+
+
 def check_draw(draw: object) -> tuple[Index, Floats, Mask]:
     """Returns the slots, the probabilities and the mask of a draw.
 

@@ -17,13 +17,8 @@ from jaxbuf.strategies.protocols import Sampler
 AnyBuffer = TypeVar("AnyBuffer", bound=SampledBase)
 
 
-def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, Flag]:
-    """Sets numbers of the sampler, all of them or none.
-
-    Returns:
-        The buffer, and whether all values are legal; otherwise it keeps the previous ones.
-    """
-    legal = hyperparameters.are_legal(buffer.sampler, values)
+def set_values(buffer: AnyBuffer, values: dict[str, Array], legal: Flag) -> AnyBuffer:
+    """Sets numbers of the sampler, if they are legal."""
     before = buffer.hyperparameters
     after = {
         name: jnp.where(legal, values[name], old) if name in values else old
@@ -31,7 +26,7 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
     }
     buffer = trees.updated(buffer, hyperparameters=after)
     if not any(map(is_notified, buffer.bound_sampler.leaf_samplers)):
-        return buffer, legal
+        return buffer
 
     def notify(sampler: Sampler, state: State) -> State:
         return events.notify(sampler.on_hyperparameters, state) if is_notified(sampler) else state
@@ -39,7 +34,7 @@ def set_values(buffer: AnyBuffer, values: dict[str, Array]) -> tuple[AnyBuffer, 
     old = lax.stop_gradient(buffer.sampler_state)
     new = buffer.bound_sampler.map_state(old, notify)
     state = jax.tree.map(lambda a, b: jnp.where(legal, a, b), new, old)
-    return trees.updated(buffer, sampler_state=state), legal
+    return trees.updated(buffer, sampler_state=state)
 
 
 def with_sampler(

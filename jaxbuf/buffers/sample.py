@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, Self, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -223,7 +223,8 @@ def _weights(
         shares = as_buffer(buffer).shares(probability.shape[0])
         counts, least = _counts_and_smallest(shares, normalize)
         # The share of the part cancels out, so that only the draw within the part counts.
-        scale = counts / np.asarray([share.fraction or 1.0 for share in shares], np.float32)
+        fractions = [_above_0(share.fraction) for share in shares]
+        scale = counts / jnp.asarray(fractions, jnp.float32)
         ends = np.cumsum([share.slots for share in shares[:-1]], dtype=np.int32)
         part = jnp.sum(slots.index[:, None] >= ends[None], axis=1, dtype=jnp.int32)  # [B]
         ratio = probability * scale.at[part].get(mode="clip")
@@ -252,6 +253,13 @@ def _drawable(probability: Floats, valid: Mask) -> tuple[Floats, Mask]:
     """
     valid = valid & (probability > 0)
     return jnp.where(valid, jnp.maximum(probability, TINY), 1.0), valid
+
+
+def _above_0(fraction: Any) -> Any:
+    """Returns the fraction of a share; 1 where it is 0."""
+    if isinstance(fraction, float):
+        return fraction or 1.0
+    return jnp.where(fraction > 0, fraction, 1.0)
 
 
 def _counts_and_smallest(

@@ -26,7 +26,7 @@ from jaxbuf.buffers.buffer import By
 from jaxbuf.buffers.sample import Sample
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import checks, counters, fields, sizes, storage, trees
-from jaxbuf.core.hyperparameters import bind, check_values, filled, split
+from jaxbuf.core.hyperparameters import are_legal, bind, check_values, filled, split
 from jaxbuf.core.random import check_key
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
@@ -56,6 +56,8 @@ AnyBuffer = TypeVar("AnyBuffer", bound="SampledBuffer")
 
 class SampledBuffer(SlottedBuffer, SampledBase):
     """A buffer with slots for items, or for windows of steps, that a sampler draws."""
+
+    draws_some = True
 
     @staticmethod
     @abc.abstractmethod
@@ -152,6 +154,40 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         after, draw = self.bound_sampler.next(state, check_key(key), rows, self.occupancy)
         after = events.check_state(self.bound_sampler.next, state, after)
         return trees.updated(self, sampler_state=after), self.gather(draw)
+
+    def sample_some(
+        self, key: Key, batch_size: int, begin: Count, count: Count, **options: Any
+    ) -> Sample:
+        """Draws ``count`` rows of a batch, from the row ``begin`` on; the others are invalid.
+
+        Args:
+            key: A PRNG key.
+            batch_size: The number of rows of the batch; static.
+            begin: The first row.
+            count: The number of rows; they have the law of a batch of just so many.
+            **options: Options of ``sample``.
+        """
+        buffer = self._windows_of(**options)
+        state = lax.stop_gradient(buffer.sampler_state)
+        drawn = buffer.bound_sampler.draw_some(state, key, batch_size, count, buffer.occupancy)
+        return buffer.gather(draws.placed(drawn, begin, count))
+
+    def next_some(
+        self, key: Key, batch_size: int, begin: Count, count: Count
+    ) -> tuple[Self, Sample]:
+        """Draws some rows of a next batch, as ``sample_some`` does, and tells the sampler."""
+        if type(self.sampler).next is not Sampler.next:
+            raise ValueError(
+                f"the sampler of a part is {self.sampler}, and the ratios of the mixture vary: "
+                "rows that were drawn beyond its share could not be given back; create the mixture "
+                "with ratios that stay, or choose jaxbuf.Uniform(replacement=False)"
+            )
+        sampler, state = self.bound_sampler, lax.stop_gradient(self.sampler_state)
+        drawn = sampler.draw_some(state, key, batch_size, count, self.occupancy)
+        drawn = draws.placed(drawn, begin, count)
+        index = jnp.where(drawn.valid, drawn.index, self.occupancy.capacity)
+        state = events.notify(sampler.on_draw, state, index)
+        return trees.updated(self, sampler_state=state), self.gather(drawn)
 
     def sample_range(
         self,
@@ -365,8 +401,8 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         values = named.pop("values", None)
         return {"values": check_values(self.sampler, values, named)}
 
-    def kept_by_hyperparameters(self) -> tuple[str, ...]:
-        """Returns the fields that ``set_hyperparameters`` neither reads nor changes."""
+    def kept_by_hyperparameters(self, arguments: dict[str, Any]) -> tuple[str, ...]:
+        del arguments
         notified = any(map(hyperparameters.is_notified, self.bound_sampler.leaf_samplers))
         return ("data", "occupancy", "extra_states", *(() if notified else ("sampler_state",)))
 
@@ -374,7 +410,18 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
     ) -> Self:
         values = check_values(self.sampler, values, options)
-        return self.counting_illegal(*hyperparameters.set_values(self, values))
+        legal = self.are_legal(values)
+        return self.with_values(values, legal).counting_illegal(legal, values)
+
+    def are_legal(self, values: dict[str, Array]) -> Flag:
+        return are_legal(self.sampler, values)
+
+    def with_values(self, values: dict[str, Array], legal: Flag) -> Self:
+        return hyperparameters.set_values(self, values, legal)
+
+    def counting_illegal(self, legal: Flag, values: dict[str, Array]) -> Self:
+        del values
+        return trees.updated(self, counters=self._counted({"rejected": ~legal}))
 
     def with_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, sampler: Sampler
@@ -384,12 +431,8 @@ class SampledBuffer(SlottedBuffer, SampledBase):
             return self
         self.check_fit(sampler, self.extras, self.occupancy)
         by_slot = lax.stop_gradient(self.by_slot())
-        changed = self.counting_illegal(*hyperparameters.with_sampler(self, sampler, by_slot))
-        return check_metric_names(changed)
-
-    def counting_illegal(self, changed: Self, legal: Flag) -> Self:
-        """Returns a changed buffer that has counted values of the sampler that are not legal."""
-        return trees.updated(changed, counters=changed._counted({"rejected": ~legal}))
+        changed, legal = hyperparameters.with_sampler(self, sampler, by_slot)
+        return check_metric_names(changed.counting_illegal(legal, {}))
 
     def options(self) -> dict[str, Any]:
         return {"sampler": filled(self.sampler), "parts": self.extras}
@@ -423,6 +466,10 @@ class SampledBuffer(SlottedBuffer, SampledBase):
             else:
                 scalars[name] = value
         return scalars
+
+    def _windows_of(self) -> Self:
+        """Returns the buffer that ``sample`` draws from with its options."""
+        return self
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}

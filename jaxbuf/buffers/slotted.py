@@ -960,7 +960,7 @@ class SlottedBuffer(Buffer):
         by_member=False,
         static=("part",),
         before=lambda buffer, arguments: buffer.check_hyperparameters(arguments),
-        keeps=lambda buffer: buffer.kept_by_hyperparameters(),
+        keeps=lambda buffer, arguments: buffer.kept_by_hyperparameters(arguments),
     )
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: ArrayLike
@@ -975,12 +975,15 @@ class SlottedBuffer(Buffer):
           of ``RankBased`` cost a pass over all slots.
         * ``alpha`` and ``epsilon`` of ``Prioritized`` apply to priorities that are set from then
           on; see there.
+        * ``ratios`` of a ``Mixture``, ``[P]``, apply to all batches from then on. Those of a
+          mixture that is its second part are ``"1/ratios"``.
 
         Args:
             values: New values by name, or by path where several samplers of a ``Blend`` have the
                 same name, such as ``{"samplers[0].alpha": 0.5}``. The names are those of
                 ``buffer.hyperparameters``.
-            **options: New values by name; for a ``Mixture`` also the number of the ``part``.
+            **options: New values by name; for numbers of samplers in a ``Mixture`` also the number
+                of the ``part``, without which their names begin with it, as in ``"1/alpha"``.
 
         Returns:
             The buffer with the new values. A value that is traced and not legal, such as a NaN, is

@@ -713,7 +713,7 @@ class TrajectoryBuffer(SampledBuffer):
             occupancy = self.occupancy.replace(inner=rings).mark(index, member)
         return events.apply_change(self, occupancy, added=added, value=value, removed=removed)
 
-    def _windows_of(self, sequence_length: int | None) -> Self:
+    def _windows_of(self, sequence_length: int | None = None) -> Self:
         """Returns a buffer of the same steps with windows of another length; None keeps it."""
         if sequence_length is None:
             return self

@@ -41,7 +41,8 @@ class Varying(_Number):
 
     These numbers can vary: ``alpha``, ``epsilon`` and ``uniform_mix`` of ``Prioritized``, ``alpha``
     of ``RankBased`` and ``Staleness``, ``temperature`` of ``Softmax``, ``ratio`` of ``Recent``, and
-    ``weights`` of ``Blend``, as a whole. A sampler of your own names its numbers in ``varies``; see
+    ``weights`` of ``Blend``, as a whole; and the ``ratios`` of a ``Mixture``, in its ``create``. A
+    sampler of your own names its numbers in ``varies``; see
     ``jaxbuf.strategies.Sampler``.
 
     Attributes:
@@ -68,7 +69,8 @@ GUIDE = '"How do I sweep or anneal a hyperparameter?"'
 # For errors about other numbers. A test compares it with the samplers.
 MAY_VARY = (
     "alpha, epsilon and uniform_mix of Prioritized, alpha of RankBased and Staleness, temperature "
-    "of Softmax, ratio of Recent, weights of Blend, and what your own sampler names in its varies"
+    "of Softmax, ratio of Recent, weights of Blend, ratios of a Mixture, and what your own sampler "
+    "names in its varies"
 )
 
 
@@ -178,15 +180,10 @@ def check_values(sampler: Any, values: object, named: Mapping[str, Any]) -> dict
         ValueError: If a number does not vary or occurs twice, or a value has another shape, is no
             number, or is known and not legal.
     """
-    if values is not None and not isinstance(values, Mapping):
-        raise ValueError(
-            f"values is a {type(values).__name__}; expected a dict of numbers by name, or "
-            "arguments such as alpha=0.5"
-        )
     names = names_of(sampler)
     owners = {names[path]: (owner, name) for path, owner, name, _ in _walk(sampler)}
     new: dict[str, Array] = {}
-    for key, value in [*(values or {}).items(), *named.items()]:
+    for key, value in merged(values, named):
         label = names.get(key, key)
         if label not in owners:
             raise ValueError(_does_not_vary(sampler, key, names))
@@ -198,6 +195,20 @@ def check_values(sampler: Any, values: object, named: Mapping[str, Any]) -> dict
         if new[label].shape != shape:
             raise ValueError(f"{key} has shape {new[label].shape}; expected {shape}")
     return new
+
+
+def merged(values: object, named: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the names and the values of a call, in its order.
+
+    Raises:
+        ValueError: If ``values`` is neither None nor a dict.
+    """
+    if values is not None and not isinstance(values, Mapping):
+        raise ValueError(
+            f"values is a {type(values).__name__}; expected a dict of numbers by name, or "
+            "arguments such as alpha=0.5"
+        )
+    return [*(values or {}).items(), *named.items()]
 
 
 def are_legal(sampler: Any, values: Values) -> Flag:
@@ -301,12 +312,23 @@ def _usual(owner: Any, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any
 
 
 def _converted(label: str, owner: Any, name: str, value: Any) -> Array:
+    """Returns a value of a sampler as a float32 array."""
+    expected = _expected(owner, name, ndim(value))
+    return converted(label, value, expected, lambda wide: _is_legal(owner, name, wide))
+
+
+def converted(label: str, value: Any, expected: str, is_legal: Callable[[Any], Any]) -> Array:
     """Returns a value as a float32 array.
+
+    Args:
+        label: The name of the value, for errors.
+        value: A number, or several.
+        expected: A text for errors.
+        is_legal: Returns whether a value that is known is legal, from float64 numbers.
 
     Raises:
         ValueError: If it is no number, or known and not legal.
     """
-    expected = _expected(owner, name, ndim(value))
     is_concrete = _is_concrete(value)
     if isinstance(value, list | tuple) and not is_concrete:
         parts: Any = value
@@ -320,7 +342,7 @@ def _converted(label: str, owner: Any, name: str, value: Any) -> Array:
             wide = array.astype(np.float64) if real else array
         except (TypeError, ValueError):
             real, wide = False, np.zeros(())
-        if not real or not _is_legal(owner, name, wide):
+        if not real or not is_legal(wide):
             raise ValueError(f"{label} is {value}; expected {expected}")
         return jnp.asarray(wide.astype(np.float32))
     if not isinstance(value, jax.Array) or not (

@@ -48,7 +48,7 @@ class About(TypedDict, total=False):
         keys: The names of arguments that are PRNG keys.
         keeps: The names of fields that the method neither reads nor changes, if ``self`` has them.
             They do not pass through the program, and a result of the same class has the same
-            arrays. May be a function of ``self``.
+            arrays. May be a function of ``self`` and the arguments by name.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
         changes: Whether the result has the changed buffer, alone or first of all. A method that is
@@ -64,7 +64,7 @@ class About(TypedDict, total=False):
     stored: tuple[str, ...]
     buffers: tuple[str, ...]
     keys: tuple[str, ...]
-    keeps: tuple[str, ...] | Callable[[Any], tuple[str, ...]]
+    keeps: tuple[str, ...] | Callable[[Any, dict[str, Any]], tuple[str, ...]]
     before: Callable[[Any, dict[str, Any]], dict[str, Any]]
     changes: bool
     loses: bool
@@ -210,7 +210,7 @@ class Program:
                 name: self._as_array(first, name, value, arguments)
                 for name, value in traced.items()
             }
-        keeps = self.keeps(first) if callable(self.keeps) else self.keeps
+        keeps = self.keeps(first, arguments) if callable(self.keeps) else self.keeps
         kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
         if kept:
             first = trees.updated(first, **dict.fromkeys(kept, ()))

@@ -419,6 +419,11 @@ def _hint_of_mixture(
     mixture = name.removesuffix(".ratios")
     if not name or not saved.get(mixture) == expected.get(mixture) == "Mixture":
         return None
+    if Varying.__qualname__ in (saved[name], expected[name]):
+        return (
+            "create it alike, load it, and make another mixture of its parts: "
+            f"jaxbuf.Mixture.create(saved{mixture}.parts, ratios)"
+        )
     ratios, count = tuple(saved[name]), len(saved[name])
     more = [f"{mixture}.parts[{i}]" for i in range(count, len(expected[name]))]
     if len(expected[name]) < count or not all(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, UInt
 from jaxbuf.core import checks
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.random import random_words, scale_word
-from jaxbuf.core.types import Floats, Index, Key, State
+from jaxbuf.core.types import Count, Floats, Index, Key, State
 from jaxbuf.occupancy.ages import in_part, ring_of
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
@@ -62,6 +62,11 @@ class Balanced(KnownSampler):
 
     def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` windows, ordered by environment."""
+        return self.draw_some(state, key, batch_size, batch_size, occupancy)
+
+    def draw_some(
+        self, state: State, key: Key, batch_size: int, count: int | Count, occupancy: Occupancy
+    ) -> Draw:
         del state
         ages = occupancy.age_range(None, None)
         windows = ages.count  # [E]
@@ -69,9 +74,9 @@ class Balanced(KnownSampler):
             random_words(key, (batch_size + 2 * windows.shape[0],)),
             [batch_size, batch_size + windows.shape[0]],
         )
-        count = _row_counts(batch_size, windows, ties, replacement=self.replacement)
+        rows = _row_counts(count, windows, ties, replacement=self.replacement)  # [E]
         row = jnp.arange(batch_size, dtype=jnp.int32)
-        env, first_row = ring_of(count, row)  # [B], [E]
+        env, first_row = ring_of(rows, row)  # [B], [E]
 
         def of_env(value: Array) -> Array:
             return value.at[env].get(mode="clip")
@@ -80,7 +85,7 @@ class Balanced(KnownSampler):
         if self.replacement:
             offset = scale_word(words, available)
         else:
-            strata = jnp.maximum(of_env(count), 1)
+            strata = jnp.maximum(of_env(rows), 1)
             offset = in_part(words, row - of_env(first_row), strata, available)
             # A random shift decides which windows are in the larger strata.
             shift = scale_word(shifts, windows)
@@ -88,7 +93,7 @@ class Balanced(KnownSampler):
             offset = remainder(offset + shift, jnp.maximum(available, 1))
         begin = jnp.cumsum(windows, dtype=jnp.int32) - windows
         index = ages.at(of_env(begin) + offset)
-        valid = row < jnp.sum(count, dtype=jnp.int32)
+        valid = row < jnp.sum(rows, dtype=jnp.int32)
         return Draw(index, _probability(windows, env), valid)
 
     def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:
@@ -125,7 +130,7 @@ def _probability(windows: Int[Array, " E"], env: Index) -> Floats:
 
 
 def _row_counts(
-    rows: int, windows: Int[Array, " E"], ties: UInt[Array, " E"], *, replacement: bool
+    rows: int | Count, windows: Int[Array, " E"], ties: UInt[Array, " E"], *, replacement: bool
 ) -> Int[Array, " E"]:
     """Divides ``rows`` among the environments as equally as possible.
 

@@ -1,6 +1,7 @@
 """A sampler that draws each row by one of several samplers of the same buffer."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import ClassVar
@@ -15,7 +16,7 @@ from jaxbuf.core import checks
 from jaxbuf.core.hyperparameters import Varying, changed, ndim
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
-from jaxbuf.core.types import Floats, Function, Index, Key, State, Word
+from jaxbuf.core.types import Count, Floats, Function, Index, Key, State, Word, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import effective_size, ends, interval_of, over
 from jaxbuf.strategies.moves import Moves
@@ -172,27 +173,46 @@ class Blend(KnownSampler):
             for (sampler, inner), blank in zip(self._pairs(state), empty, strict=True)
         )
 
-    def in_batch(self, batch_size: int) -> "Blend":
-        samplers = tuple(sampler.in_batch(batch_size) for sampler in self.samplers)
+    def in_batch(self, batch_size: int | Count, most: int | None = None) -> "Blend":
+        rows = (batch_size,) if most is None else (batch_size, most)
+        samplers = tuple(sampler.in_batch(*rows) for sampler in self.samplers)
         return changed(self, samplers=samplers)
 
     def draw(
         self, state: tuple[State, ...], key: Key, batch_size: int, occupancy: Occupancy
     ) -> Draw:
         """Draws ``batch_size`` items, each by one of the samplers."""
+        return self.draw_some(state, key, batch_size, None, occupancy)
+
+    def draw_some(
+        self,
+        state: tuple[State, ...],
+        key: Key,
+        batch_size: int,
+        count: Count | None,
+        occupancy: Occupancy,
+    ) -> Draw:
         own_key, *keys = jax.random.split(key, len(self.samplers) + 1)
-        draws = [
-            sampler.draw(inner, key, batch_size, occupancy)
-            for (sampler, inner), key in zip(self._pairs(state), keys, strict=True)
-        ]
+        row = jnp.arange(batch_size, dtype=jnp.int32)
+        draws: list[Draw] = []
+        for (sampler, inner), key in zip(self._pairs(state), keys, strict=True):
+            if count is None:
+                draws.append(sampler.draw(inner, key, batch_size, occupancy))
+            else:
+                drawn = sampler.draw_some(inner, key, batch_size, count, occupancy)
+                draws.append(dataclasses.replace(drawn, valid=drawn.valid & (row < count)))
         # A sampler that can draw any item draws at least one row. Its support would tell as well,
         # but might cost a pass over all slots.
         weights = self._scaled_weights(jnp.stack([jnp.any(drawn.valid) for drawn in draws]))  # [K]
-        row = jnp.arange(batch_size, dtype=jnp.int32)
-        chosen = _assign_rows(weights, random_words(own_key, ()), batch_size)  # [B]
+        if count is None:
+            angles = jnp.asarray(_scattered_angles(batch_size))
+        else:
+            angles = _some_angles(batch_size, count)
+        chosen = _assign_rows(weights, random_words(own_key, ()), angles)  # [B]
         index = jnp.stack([drawn.index for drawn in draws])[chosen, row]
         valid = jnp.stack([drawn.valid for drawn in draws])[chosen, row]
-        probability = self.in_batch(batch_size)._blended(weights, state, index, occupancy)
+        whole = self.in_batch(batch_size) if count is None else self.in_batch(count, batch_size)
+        probability = whole._blended(weights, state, index, occupancy)
         return Draw(after(index, probability), probability, valid)
 
     def probability(self, state: tuple[State, ...], index: Index, occupancy: Occupancy) -> Floats:
@@ -292,7 +312,7 @@ def _uses_value(sampler: Sampler) -> bool:
     return sampler.uses_priority or sampler.uses_score
 
 
-def _assign_rows(weights: Float[Array, " K"], word: Word, rows: int) -> Index:
+def _assign_rows(weights: Float[Array, " K"], word: Word, angles: Words) -> Index:
     """Returns the sampler of each row. Each gets its share of the rows, rounded up or down.
 
     Points at equal distances on a circle, turned by a random angle, belong to the sampler in whose
@@ -300,7 +320,7 @@ def _assign_rows(weights: Float[Array, " K"], word: Word, rows: int) -> Index:
     that the sampler does not depend on the position of the row in a batch that is sorted or
     stratified.
     """
-    angle = word + jnp.asarray(_scattered_angles(rows))
+    angle = word + angles
     point = (angle >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
     end = ends(weights)
     return interval_of(end, point * end[-1])[0]
@@ -308,8 +328,29 @@ def _assign_rows(weights: Float[Array, " K"], word: Word, rows: int) -> Index:
 
 def _scattered_angles(rows: int) -> NDArray[np.uint32]:
     """Returns equal distances on a circle of 2**32, with those of neighboring rows far apart."""
+    turn = np.arange(rows, dtype=np.uint64) * np.uint64(_step(rows)) % np.uint64(rows)
+    return ((turn << np.uint64(32)) // np.uint64(rows)).astype(np.uint32)
+
+
+def _some_angles(rows: int, count: Count) -> Words:
+    """Returns what ``_scattered_angles`` does for the first ``count`` of ``rows`` rows."""
+    turn, rest = (jnp.asarray(each)[count] for each in _turns(rows))
+    row = jnp.arange(rows, dtype=jnp.uint32)
+    return row * turn + (row.astype(jnp.float32) * rest).astype(jnp.uint32)
+
+
+@functools.lru_cache
+def _turns(rows: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    """Returns the angles from row to row for each count up to ``rows``, and their fractions."""
+    counts = [max(count, 1) for count in range(rows + 1)]
+    turns = [divmod(_step(count) << 32, count) for count in counts]
+    rest = [left / count for (_, left), count in zip(turns, counts, strict=True)]
+    return np.array([turn % 2**32 for turn, _ in turns], np.uint32), np.array(rest, np.float32)
+
+
+def _step(rows: int) -> int:
+    """Returns how many points on a circle of so many the next row is away."""
     step = max(round(_GOLDEN * rows), 1)
     while math.gcd(step, rows) > 1:
         step += 1
-    turn = np.arange(rows, dtype=np.uint64) * np.uint64(step) % np.uint64(rows)
-    return ((turn << np.uint64(32)) // np.uint64(rows)).astype(np.uint32)
+    return step

@@ -36,7 +36,14 @@ def remove_masses(masses: SegmentTree, index: Index) -> SegmentTree:
     return masses.set(index, jnp.zeros(index.shape, jnp.float32))
 
 
-def draw_by_mass(key: Key, rows: int, masses: SegmentTree, *, stratified: bool = False) -> Index:
+def draw_by_mass(
+    key: Key,
+    rows: int,
+    masses: SegmentTree,
+    *,
+    stratified: bool = False,
+    count: Count | None = None,
+) -> Index:
     """Draws items with replacement, in proportion to their masses; some mass must be positive.
 
     Args:
@@ -44,6 +51,7 @@ def draw_by_mass(key: Key, rows: int, masses: SegmentTree, *, stratified: bool =
         rows: The number of items ``B``; static.
         masses: A tree with sums.
         stratified: Whether to draw one item from each of ``B`` equal parts of the total; static.
+        count: As for ``points``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -52,7 +60,8 @@ def draw_by_mass(key: Key, rows: int, masses: SegmentTree, *, stratified: bool =
         [0, 0, 2, 2, 2, 2, 2, 2]
     """
     word, low = random_words(key, (2, rows))
-    return masses.find(*points(word, low, masses.root("sum"), stratified=stratified))[0]
+    total = masses.root("sum")
+    return masses.find(*points(word, low, total, stratified=stratified, count=count))[0]
 
 
 def draw_distinct(
@@ -90,7 +99,7 @@ def draw_distinct(
 
 
 def points(
-    word: Words, low: Words | None, total: Number, *, stratified: bool
+    word: Words, low: Words | None, total: Number, *, stratified: bool, count: Count | None = None
 ) -> tuple[Floats, Floats]:
     """Returns random points in ``[0, total)``, and an offset to refine each of them.
 
@@ -98,7 +107,16 @@ def points(
     bits that a float32 holds exactly. The remaining bits of the word (or those of ``low``) become
     the offset within a grid cell, which ``SegmentTree.find`` adds halfway down the tree. Draws can
     therefore distinguish more slots than a float32 has values.
+
+    Args:
+        word: A random word for each row.
+        low: Further words, or None.
+        total: The total mass.
+        stratified: Whether there is one point in each of ``B`` equal parts; static.
+        count: The number of equal parts, if only so many rows count; may be traced.
     """
+    if stratified and count is not None:
+        return _some_points(word, low, total, count)
     strata = word.shape[0] if stratified else 1
     bits = max(24 - (strata - 1).bit_length(), 1)
     if low is None:
@@ -114,11 +132,28 @@ def _points(
     high = word >> jnp.uint32(32 - bits)
     if strata > 1:
         high = high | (jnp.arange(strata, dtype=jnp.uint32) << jnp.uint32(bits))
+    return _on_grid(high, low << jnp.uint32(shift), jnp.float32(1.0 / (strata * 2**bits)), total)
+
+
+def _some_points(
+    word: Words, low: Words | None, total: Number, count: Count
+) -> tuple[Floats, Floats]:
+    """Returns what ``_points`` does for as many strata as rows count."""
+    strata = jnp.maximum(count, 1).astype(jnp.uint32)
+    # 24 less the bits of a stratum.
+    bits = jnp.maximum(lax.clz(strata - jnp.uint32(1)).astype(jnp.int32) - 8, 1).astype(jnp.uint32)
+    stratum = jnp.arange(word.shape[0], dtype=jnp.uint32)
+    high = word >> (jnp.uint32(32) - bits) | stratum << bits
+    cell = 1.0 / (strata << bits).astype(jnp.float32)
+    return _on_grid(high, word << bits if low is None else low, cell, total)
+
+
+def _on_grid(high: Words, low: Words, cell: Number, total: Number) -> tuple[Floats, Floats]:
+    """Returns points in cells of a grid, and offsets in them."""
+    below = jnp.float32(1.0 - 2.0**-24)
+    fraction = (low >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
     # The minimum keeps points below the total. It also keeps XLA from scaling the total by the size
     # of a cell first, which would underflow if all masses are tiny.
-    cell, below = jnp.float32(1.0 / (strata * 2**bits)), jnp.float32(1.0 - 2.0**-24)
-    low = low << jnp.uint32(shift)
-    fraction = (low >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
     return (
         jnp.minimum(high.astype(jnp.float32) * cell, below) * total,
         jnp.minimum(fraction * cell, below) * total,
@@ -126,7 +161,12 @@ def _points(
 
 
 def points_of_shards(
-    end: Float[Array, " S"], word: Words, low: Words | None, *, stratified: bool
+    end: Float[Array, " S"],
+    word: Words,
+    low: Words | None,
+    *,
+    stratified: bool,
+    count: Count | None = None,
 ) -> tuple[Index, Floats, Floats]:
     """Returns random points in the total mass: their shards, points in these, and offsets.
 
@@ -135,8 +175,9 @@ def points_of_shards(
         word: Random words, as for ``points``.
         low: Further words, or None.
         stratified: Whether there is one point in each of ``B`` equal parts; static.
+        count: As for ``points``.
     """
-    point, refine = points(word, low, end[-1], stratified=stratified)
+    point, refine = points(word, low, end[-1], stratified=stratified, count=count)
     shard, point = interval_of(end, point)
     return shard, point, refine
 

@@ -22,7 +22,7 @@ from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import Floats, Function, Index, Key, Mask, Number, Words
+from jaxbuf.core.types import Count, Floats, Function, Index, Key, Mask, Number, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import (
     draw_distinct,
@@ -227,6 +227,15 @@ class Prioritized(ShardableSampler):
         index, mass = state.read(index)
         return Draw(index, self._probability(summaries, mass), valid)
 
+    def draw_some(
+        self, state: SegmentTree, key: Key, batch_size: int, count: Count, occupancy: Occupancy
+    ) -> Draw:
+        if self.sequential:
+            return self.draw(state, key, batch_size, occupancy)
+        summaries, mix = self.summaries(state, occupancy), jnp.float32(self.uniform_mix)
+        targets = self._targets(summaries, key, batch_size, occupancy.capacity, mix, count)
+        return self.draw_at(state, occupancy, targets.point, summaries)
+
     def probability_among(self, state: SegmentTree, index: Index, summaries: MassSummary) -> Floats:
         return self._probability(summaries, state.read(index)[1])
 
@@ -316,7 +325,13 @@ class Prioritized(ShardableSampler):
         return jnp.where(total > 0, probability, uniform)
 
     def _targets(
-        self, summaries: MassSummary, key: Key, batch_size: int, capacity: int, mix: Number
+        self,
+        summaries: MassSummary,
+        key: Key,
+        batch_size: int,
+        capacity: int,
+        mix: Number,
+        count: Count | None = None,
     ) -> Targets:
         """Returns targets with replacement, a fraction ``mix`` of which is uniform."""
         refined = capacity > _ONE_WORD
@@ -325,7 +340,8 @@ class Prioritized(ShardableSampler):
         words = random_words(key, (1 + refined + 2 * self._mixes, batch_size))
         word, low = words[0], words[1] if refined else None
         end = ends(summaries.total)
-        shard, point, refine = points_of_shards(end, word, low, stratified=not self.sequential)
+        stratified = not self.sequential
+        shard, point, refine = points_of_shards(end, word, low, stratified=stratified, count=count)
         # If the total mass is zero, every draw is uniform.
         by_mass = jnp.broadcast_to(end[-1] > 0, (batch_size,))
         if self._mixes:

@@ -12,7 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core.hyperparameters import check_declared
+from jaxbuf.core.random import random_words
 from jaxbuf.core.types import Arrays, Count, Floats, Function, Index, Key, Mask, Number, State
+from jaxbuf.occupancy.ages import spread
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.moves import Movable
 
@@ -130,6 +132,27 @@ class Sampler(Movable, abc.ABC):
     def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
 
+    def draw_some(
+        self, state: State, key: Key, batch_size: int, count: Count, occupancy: Occupancy
+    ) -> Draw:
+        """Draws ``count`` of the live items, for a ``Mixture`` whose ratios vary.
+
+        By default these are the first rows of a draw of ``batch_size``. Override it where that is
+        another law than the one of a draw of just so many rows.
+
+        Args:
+            state: The state.
+            key: A PRNG key.
+            batch_size: The number of rows ``B`` of the result; static.
+            count: The number of items to draw, from 0 to ``B``; may be traced.
+            occupancy: The occupancy.
+
+        Returns:
+            A draw of ``B`` rows, of which the first ``count`` count. The others are arbitrary.
+        """
+        del count
+        return self.draw(state, key, batch_size, occupancy)
+
     def next(
         self, state: State, key: Key, batch_size: int, occupancy: Occupancy
     ) -> tuple[State, Draw]:
@@ -230,22 +253,40 @@ class KnownSampler(Sampler):
     def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
 
-    def in_batch(self, batch_size: int) -> "KnownSampler":
+    def in_batch(self, batch_size: int | Count, most: int | None = None) -> "KnownSampler":
         """Returns the sampler whose probabilities are those of a row of such a batch.
 
         By default this is the sampler itself. It is another one where a fixed number of rows is
         drawn in another way, as by ``Recent``.
+
+        Args:
+            batch_size: The number of rows; it may be traced if there is ``most``.
+            most: The largest number that it may be; static.
         """
-        del batch_size
+        del batch_size, most
         return self
+
+    def draw_some(
+        self, state: State, key: Key, batch_size: int, count: Count, occupancy: Occupancy
+    ) -> Draw:
+        if self.sequential:
+            return super().draw_some(state, key, batch_size, count, occupancy)
+        own_key, key = jax.random.split(key)
+        drawn = self.draw(state, key, batch_size, occupancy)
+        num_valid = jnp.sum(drawn.valid, dtype=jnp.int32)
+        (order,) = jnp.nonzero(drawn.valid, size=batch_size, fill_value=batch_size - 1)
+        words = random_words(own_key, (batch_size + 1,))
+        row = order[spread(words[1:], words[0], num_valid, count)]
+        drawn = jax.tree.map(lambda leaf: leaf[row], drawn)
+        valid = jnp.arange(batch_size, dtype=jnp.int32) < num_valid
+        return Draw(drawn.index, drawn.probability, valid)
 
     @property
     def sequential(self) -> bool:
         """True if the first rows of a batch are a batch of fewer rows, as by default.
 
-        False if rows are sorted, or if each of them is drawn from its own stratum. A ``Recent``
-        whose ratio varies takes the first rows of a batch if it is True, and else rows evenly
-        spread over the batch.
+        False if rows are sorted, or if each of them is drawn from its own stratum. ``draw_some``
+        takes the first rows of a batch if it is True, and else rows evenly spread over the batch.
         """
         return True
 

@@ -168,16 +168,27 @@ class RankBased(KnownSampler):
 
     def draw(self, state: RankState, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
+        return self.draw_some(state, key, batch_size, None, occupancy)
+
+    def draw_some(
+        self,
+        state: RankState,
+        key: Key,
+        batch_size: int,
+        count: Count | None,
+        occupancy: Occupancy,
+    ) -> Draw:
         del occupancy
         masses = state.masses
         if self.replacement:
             word, low = random_words(key, (2, batch_size))
             total = masses.root("sum")
-            index, mass = masses.find(*points(word, low, total, stratified=self.stratified))
+            point = points(word, low, total, stratified=self.stratified, count=count)
+            index, mass = masses.find(*point)
             valid = jnp.broadcast_to(total > 0, index.shape)
         else:
-            count = jnp.minimum(batch_size, masses.nnz)
-            index, valid = draw_distinct(key, batch_size, count, masses)
+            most = jnp.minimum(batch_size, masses.nnz)
+            index, valid = draw_distinct(key, batch_size, most, masses)
             index, mass = masses.read(index)
         return Draw(index, over(mass, masses.root("sum")), valid)
 

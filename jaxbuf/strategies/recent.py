@@ -15,7 +15,7 @@ from jaxbuf.core import checks, sizes
 from jaxbuf.core.hyperparameters import changed, is_fixed
 from jaxbuf.core.order import after
 from jaxbuf.core.random import random_words
-from jaxbuf.core.types import Floats, Function, Index, Key, Number, State
+from jaxbuf.core.types import Count, Floats, Function, Index, Key, Number, State
 from jaxbuf.occupancy.ages import Ages, spread
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import effective_size
@@ -126,19 +126,19 @@ class Recent(KnownSampler):
     def by_slot(self, state: State) -> dict[str, Float[Array, " N"]]:
         return self.base.by_slot(state)
 
-    def in_batch(self, batch_size: int) -> "Recent":
-        if isinstance(self.ratio, jax.Array):
-            # The rows of the base are taken from a whole batch.
-            share = self._recent_rows(batch_size).astype(jnp.float32) / batch_size
-            return changed(self, ratio=share, base=self.base.in_batch(batch_size))
-        rows = self._recent_rows(batch_size)
-        base = self.base.in_batch(max(batch_size - rows, 1))
-        return changed(self, ratio=rows / batch_size, base=base)
+    def in_batch(self, batch_size: int | Count, most: int | None = None) -> "Recent":
+        rows = self._recent_rows(batch_size, most)
+        if isinstance(rows, int) and isinstance(batch_size, int):
+            base = self.base.in_batch(max(batch_size - rows, 1))
+            return changed(self, ratio=rows / batch_size, base=base)
+        share = rows.astype(jnp.float32) / jnp.maximum(batch_size, 1).astype(jnp.float32)
+        most = batch_size if isinstance(batch_size, int) else most
+        return changed(self, ratio=share, base=self.base.in_batch(batch_size - rows, most))
 
     def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` items, the recent ones first."""
         if isinstance(self.ratio, jax.Array):
-            return self._draw_varying(state, key, batch_size, occupancy)
+            return self.draw_some(state, key, batch_size, jnp.int32(batch_size), occupancy)
         rows = self._recent_rows(batch_size)
         if rows == 0:
             return self.base.draw(state, key, batch_size, occupancy)
@@ -148,13 +148,31 @@ class Recent(KnownSampler):
         rank = spread(words[1:], words[0], recent.total)
         index = recent.at(rank[_alternate(rows, recent.count.shape[0])])
         valid = jnp.broadcast_to(recent.total > 0, (rows,))
-        base_probability = self.base.probability(state, index, occupancy)
+        base = self.base.in_batch(max(batch_size - rows, 1))
+        base_probability = base.probability(state, index, occupancy)
         if rows < batch_size:
             drawn = self.base.draw(state, base_key, batch_size - rows, occupancy)
             index = jnp.concatenate([index, drawn.index])
             base_probability = jnp.concatenate([base_probability, drawn.probability])
             valid = jnp.concatenate([valid, drawn.valid])
         probability = _mixed(rows / batch_size, recent, index, base_probability)
+        return Draw(after(index, probability), probability, valid)
+
+    def draw_some(
+        self, state: State, key: Key, batch_size: int, count: Count, occupancy: Occupancy
+    ) -> Draw:
+        rows = self._recent_rows(count, batch_size)
+        recent_key, base_key = jax.random.split(key)
+        words = random_words(recent_key, (batch_size + 1,))
+        recent = self._recent(occupancy)
+        newest = recent.at(spread(words[1:], words[0], recent.total, rows))
+        batch = self.base.draw_some(state, base_key, batch_size, count - rows, occupancy)
+        rank = jnp.arange(batch_size, dtype=jnp.int32) - rows
+        is_recent, source = rank < 0, jnp.maximum(rank, 0)
+        index = jnp.where(is_recent, newest, batch.index[source])
+        valid = jnp.where(is_recent, recent.total > 0, batch.valid[source])
+        whole = self.in_batch(count, batch_size)
+        probability = whole.probability(state, index, occupancy)
         return Draw(after(index, probability), probability, valid)
 
     def probability(self, state: State, index: Index, occupancy: Occupancy) -> Floats:
@@ -181,36 +199,21 @@ class Recent(KnownSampler):
         """False: the recent items come first."""
         return False
 
-    def _recent_rows(self, batch_size: int) -> Any:
-        """Returns the number of recent rows, an integer or a traced one."""
-        rows = self.ratio * batch_size + 0.5
-        if isinstance(rows, jax.Array):
-            return jnp.floor(rows).astype(jnp.int32)
-        return math.floor(rows)
+    def _recent_rows(self, batch_size: int | Count, most: int | None = None) -> Any:
+        """Returns the number of recent rows of a batch, an integer or a traced one.
 
-    def _draw_varying(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draws a recent batch and one of the base, and takes the first rows of the recent one."""
-        rows = self._recent_rows(batch_size)
-        recent_key, base_key = jax.random.split(key)
-        words = random_words(recent_key, (2 * batch_size + 2,))
-        row = jnp.arange(batch_size, dtype=jnp.int32)
-        recent = self._recent(occupancy)
-        newest = recent.at(spread(words[2:][:batch_size], words[0], recent.total, rows))
-        batch = self.base.draw(state, base_key, batch_size, occupancy)
-        rank, num_valid = row - rows, jnp.sum(batch.valid, dtype=jnp.int32)
-        (order,) = jnp.nonzero(batch.valid, size=batch_size, fill_value=batch_size - 1)
-        if self.base.sequential:
-            position = jnp.maximum(rank, 0)
-        else:
-            # Evenly spread rows of the base, whose rows are sorted or stratified.
-            position = spread(words[2 + batch_size :], words[1], num_valid, batch_size - rows)
-            position = position[jnp.maximum(rank, 0)]
-        source = order.astype(jnp.int32)[position]
-        is_recent = rank < 0
-        index = jnp.where(is_recent, newest, batch.index[source])
-        valid = jnp.where(is_recent, recent.total > 0, rank < num_valid)
-        probability = self.in_batch(batch_size).probability(state, index, occupancy)
-        return Draw(after(index, probability), probability, valid)
+        Args:
+            batch_size: The number of rows.
+            most: The largest number of rows, if that is traced.
+        """
+        if isinstance(self.ratio, jax.Array):
+            rows = self.ratio * jnp.asarray(batch_size).astype(jnp.float32) + 0.5
+            return jnp.floor(rows).astype(jnp.int32)
+        if most is None or isinstance(batch_size, int):
+            return math.floor(self.ratio * batch_size + 0.5)
+        # Not computed in float32, which rounds halves in another way.
+        table = [math.floor(self.ratio * rows + 0.5) for rows in range(most + 1)]
+        return jnp.asarray(np.array(table, np.int32))[batch_size]
 
     def _recent(self, occupancy: Occupancy) -> Ages:
         return occupancy.age_range(-self.steps, None)

@@ -23,7 +23,7 @@ from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.seldom import if_needed
-from jaxbuf.core.types import Floats, Index, Key, Mask, Number
+from jaxbuf.core.types import Count, Floats, Index, Key, Mask, Number
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.mass import (
@@ -231,6 +231,16 @@ class Softmax(ShardableSampler):
 
     def draw(self, state: SoftmaxState, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the items whose score is above −inf."""
+        return self.draw_some(state, key, batch_size, None, occupancy)
+
+    def draw_some(
+        self,
+        state: SoftmaxState,
+        key: Key,
+        batch_size: int,
+        count: Count | None,
+        occupancy: Occupancy,
+    ) -> Draw:
         if self.replacement:
             return super().draw(state, key, batch_size, occupancy)
         if not self.fallback:
@@ -239,7 +249,8 @@ class Softmax(ShardableSampler):
             key, repeat_key = jax.random.split(key)
             index, valid = self._without_replacement(state, key, batch_size)
             repeated = super().draw(state, repeat_key, batch_size, occupancy)
-            enough = jnp.all(valid)
+            row = jnp.arange(batch_size, dtype=jnp.int32)
+            enough = jnp.all(valid if count is None else valid | (row >= count))
             index = jnp.where(enough, index, repeated.index)
             valid = jnp.where(enough, valid, repeated.valid)
         index, mass = state.masses.read(index)

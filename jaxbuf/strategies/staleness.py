@@ -13,7 +13,7 @@ from jaxbuf.core import checks
 from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import Floats, Index, Key, Word
+from jaxbuf.core.types import Count, Floats, Index, Key, Word
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, effective_size, over
 from jaxbuf.strategies.moves import Moves
@@ -117,15 +117,20 @@ class Staleness(KnownSampler):
 
     def draw(self, state: Visits, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
         """Draws ``batch_size`` of the live items."""
+        return self.draw_some(state, key, batch_size, None, occupancy)
+
+    def draw_some(
+        self, state: Visits, key: Key, batch_size: int, count: Count | None, occupancy: Occupancy
+    ) -> Draw:
         # Otherwise XLA computes powers, and joins the levels, once for each of their consumers.
         mass = lax.optimization_barrier(self._masses(state, occupancy))
         tree = lax.optimization_barrier(SegmentTree.create(mass.shape[0]).set_all(mass))
         if self.replacement:
-            index = draw_by_mass(key, batch_size, tree, stratified=self.stratified)
+            index = draw_by_mass(key, batch_size, tree, stratified=self.stratified, count=count)
             valid = jnp.broadcast_to(tree.root("sum") > 0, index.shape)
         else:
-            count = jnp.minimum(batch_size, tree.nnz)
-            index, valid = draw_distinct(key, batch_size, count, tree)
+            most = jnp.minimum(batch_size, tree.nnz)
+            index, valid = draw_distinct(key, batch_size, most, tree)
         return Draw(index, over(tree.read(index)[1], tree.root("sum")), valid)
 
     def probability(self, state: Visits, index: Index, occupancy: Occupancy) -> Floats:

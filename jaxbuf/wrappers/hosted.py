@@ -154,9 +154,14 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
 
     def shares(self, rows: int) -> list[Share]:
         """Returns the buffers that a batch comes from, each of them hosted."""
+        # NumPy's numbers, as in ``support``.
+        shares = [
+            share._replace(fraction=jax.tree.map(np.asarray, share.fraction))
+            for share in as_buffer(self.buffer).shares(rows)
+        ]
         return [
             share if share.buffer is None else share._replace(buffer=self._with(share.buffer))
-            for share in as_buffer(self.buffer).shares(rows)
+            for share in shares
         ]
 
     @property

@@ -1,6 +1,5 @@
-"""A mixture of buffers, from which a batch is sampled at fixed ratios."""
+"""A mixture of buffers, from which a batch is sampled at given ratios."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, Unpack, cast
 
@@ -8,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Integer, PyTree
+from jaxtyping import Array, Float, Int, Integer, PyTree, UInt
 
 from jaxbuf.buffers import draws
 from jaxbuf.buffers.arguments import (
@@ -36,11 +36,24 @@ from jaxbuf.buffers.slotted import (
 from jaxbuf.core import checks, storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.donation import check_readable
-from jaxbuf.core.random import check_key, scale_word
+from jaxbuf.core.hyperparameters import Varying, merged
+from jaxbuf.core.random import check_key
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Arrays, Count, Flag, Function, Index, Integers, Key, Mask, Words
+from jaxbuf.core.types import (
+    Arrays,
+    Count,
+    Flag,
+    Function,
+    Index,
+    Integers,
+    Key,
+    Mask,
+    Number,
+    Words,
+)
 from jaxbuf.strategies.episodes import Episode
 from jaxbuf.strategies.protocols import Sampler, Support
+from jaxbuf.wrappers import quotas
 
 # The ends of errors, by the ability that an operation needs and no part has.
 _MISSING = {
@@ -58,7 +71,7 @@ _MISSING = {
 
 
 class Mixture(SlottedBuffer, Described):
-    """Several buffers, sampled together at fixed ratios, for example offline and online data.
+    """Several buffers, sampled together at given ratios, for example offline and online data.
 
     The buffers are called its parts. A batch has an exact number of rows from each part, ordered by
     part. Slots are numbered through all parts: the slots of a part follow those of the parts before
@@ -85,7 +98,10 @@ class Mixture(SlottedBuffer, Described):
 
     Attributes:
         parts: The buffers.
-        ratios: The share of each part in a batch; they sum to 1.
+        ratios: The share of each part in a batch; they sum to 1. ``Varying()`` if they vary: then
+            ``hyperparameters["ratios"]`` has them.
+        varying: Ratios that vary, ``[P]``, and the number of calls that gave illegal ones,
+            ``rejected``; empty if they do not vary.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -100,44 +116,54 @@ class Mixture(SlottedBuffer, Described):
     """
 
     parts: tuple[DrawnBuffer, ...]
-    ratios: tuple[float, ...] = struct.field(pytree_node=False)
+    ratios: tuple[float, ...] | Varying = struct.field(pytree_node=False)
+    varying: dict[str, Array] = struct.field(default_factory=dict, kw_only=True)
 
     @classmethod
-    def create(cls, buffers: Sequence[DrawnBuffer | Queue], ratios: Sequence[float]) -> Self:
+    def create(
+        cls,
+        buffers: Sequence[DrawnBuffer | Queue],
+        ratios: Sequence[float] | Float[Array, " P"] | Varying,
+    ) -> Self:
         """Creates a mixture of buffers.
 
         Args:
             buffers: The parts, whose samples must have the same structure, shapes and dtypes. Items
                 of a ``Queue`` are taken by ``next_batch``.
-            ratios: The relative numbers of rows from each part.
+            ratios: The relative numbers of rows from each part. With ``jaxbuf.Varying(ratios)``
+                they can change while programs run, by ``set_hyperparameters(ratios=...)``; a draw
+                then costs as much as one of a whole batch from each part.
 
         Raises:
             ValueError: If there are no buffers, the number of ratios differs, a ratio is negative
                 or not finite, all ratios are zero, samples of the parts differ in structure, shape
-                or dtype, two parts share memory, or there are 2**31 slots or more.
+                or dtype, two parts share memory, there are 2**31 slots or more, or ratios vary and
+                a part cannot draw a number of rows that varies.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> parts = [jaxbuf.ItemBuffer.create(jnp.float32(0), 8) for _ in range(2)]
+            >>> mixture = jaxbuf.Mixture.create(parts, jaxbuf.Varying((0.5, 0.5)))
+            >>> mixture = mixture.add(jnp.zeros(8), part=0).add(jnp.ones(8), part=1)
+            >>> mixture = jaxbuf.set_hyperparameters(mixture, ratios=(0.25, 0.75))
+            >>> jaxbuf.sample(mixture, jax.random.key(0), 4).data.tolist()
+            [0.0, 1.0, 1.0, 1.0]
         """
         parts = checks.check_sequence("buffers", buffers, "buffers")
-        weights = checks.check_weights("ratios", ratios)
-        if not parts or len(parts) != len(weights):
-            raise ValueError(
-                f"there are {len(parts)} buffers and {len(weights)} ratios; expected one ratio for "
-                "each of one buffer or more"
-            )
+        fixed, varying = _split(ratios, len(parts))
         for i, part in enumerate(parts):
             if not as_buffer(part).is_queue:
                 check_options(part, "sample", {}, f"buffers[{i}]")
             _check_part_kind(part, f"buffers[{i}]")
-        if sum(weights) <= 0:
-            raise ValueError(
-                f"ratios is {weights}; expected finite numbers of at least 0, not all 0"
-            )
+            if varying:
+                _check_draws_some(part, f"buffers[{i}]")
         if sum(part.capacity for part in parts) >= 2**31:
             raise ValueError("buffers have 2**31 slots or more; expected fewer in all")
         leaves = [id(leaf) for leaf in jax.tree.leaves(parts)]
         if len(set(leaves)) < len(leaves):
             raise ValueError("buffers share memory, so they cannot be donated; pass copies")
         _check_samples_alike(parts)
-        return cls(parts=parts, ratios=tuple(w / sum(weights) for w in weights))
+        return cls(parts=parts, ratios=fixed, varying=varying)
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -159,29 +185,24 @@ class Mixture(SlottedBuffer, Described):
         check_readable(self)
         return Contents(_total([part.occupancy.size for part in self.parts]))
 
-    def counts(self, batch_size: int) -> tuple[int, ...]:
-        """Returns the number of rows of a batch that come from each part.
+    def counts(self, batch_size: int) -> tuple[int, ...] | Int[Array, " P"]:
+        """Returns the number of rows of a batch from each part; an array ``[P]`` if ratios vary.
 
         Each part gets its share rounded down, and the remaining rows go to the parts with the
         largest remainders; among equal remainders, to the first parts.
         """
-        rows = check_batch_size(batch_size)
-        # Ratios are in units of 2**-31, so the high and the low half of twice the product are rows,
-        # and a remainder in units of 2**-32.
-        product = np.uint64(2 * rows) * np.asarray(self._fixed_point_ratios, np.uint64)
-        whole, rest = product >> 32, product & np.uint64(2**32 - 1)
-        counts = _largest_remainders(rows, whole.astype(np.int64), rest)
-        return tuple(int(count) for count in counts)
+        return quotas.divided(check_batch_size(batch_size), self._units)
 
-    def shares(self, rows: int) -> list[Share]:
+    def shares(self, rows: int | Count) -> list[Share]:
         """Returns the buffers that a batch comes from; a part may be a mixture of several.
 
-        A part that gives no row to this batch is listed with its ratio.
+        A part that gives no row to this batch is listed with its ratio. If ratios vary, fractions
+        are arrays.
         """
-        counts = self.counts(rows) if rows else [0] * len(self.parts)
+        counts = quotas.divided(rows, self._units)
         shares: list[Share] = []
-        for part, ratio, count in zip(self.parts, self.ratios, counts, strict=True):
-            buffer, fraction = as_buffer(part), count / rows if count else ratio
+        for part, ratio, count in zip(self.parts, self._shares, counts, strict=True):
+            buffer, fraction = as_buffer(part), _fraction(count, rows, ratio)
             if buffer.is_queue:
                 shares.append(Share(None, part.capacity, fraction))
             else:
@@ -197,14 +218,17 @@ class Mixture(SlottedBuffer, Described):
                 ignored.
         """
         if isinstance(batch_size, int | np.integer):
-            counts: Sequence[int] | Array = [max(count, 1) for count in self.counts(batch_size)]
+            counts = self.counts(batch_size)
         else:
             rows = storage.check_rows(batch_size, "batch_size", (), np.int32, "a number")
-            doubled = jnp.broadcast_to(2 * jnp.maximum(rows, 0).astype(jnp.uint32), len(self.parts))
-            ratios = jnp.asarray(self._fixed_point_ratios, jnp.uint32)  # [P]
-            # The high and low halves of the 64-bit product, as in ``counts``.
-            whole, rest = scale_word(doubled, ratios), doubled * ratios
-            counts = jnp.maximum(_largest_remainders(rows, whole, rest), 1)
+            counts = quotas.divided(rows, self._units)
+        if isinstance(counts, tuple):
+            counts = [max(count, 1) for count in counts]
+        else:
+            counts = jnp.maximum(counts, 1)
+        if self.varying:
+            able = jnp.stack([part.can_sample(counts[i]) for i, part in enumerate(self.parts)])
+            return jnp.all(able | ~quotas.is_positive(self.varying["ratios"]))
         able = [
             part.can_sample(counts[i])
             for i, (part, ratio) in enumerate(zip(self.parts, self.ratios, strict=True))
@@ -218,6 +242,8 @@ class Mixture(SlottedBuffer, Described):
         return super().checked(updates)
 
     def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
+        if self.varying:
+            return  # What a part gives is not known.
         for i, count in enumerate(self.counts(rows)):
             if self.ratios[i] > 0:
                 part_asks = f"{asks}, of which parts[{i}] gives {count}"
@@ -242,25 +268,74 @@ class Mixture(SlottedBuffer, Described):
 
     @property
     def hyperparameters(self) -> dict[str, Array]:
-        """The varying hyperparameters of samplers, with the number of the part: ``0/alpha``."""
-        return {
+        """The varying ``ratios``, and the numbers of samplers with that of the part: ``0/alpha``.
+
+        Those of a mixture that is a part are ``1/ratios``.
+        """
+        return {name: value for name, value in self.varying.items() if name == "ratios"} | {
             f"{i}/{name}": value
             for i, part in enumerate(self.parts)
             for name, value in getattr(part, "hyperparameters", {}).items()
         }
 
     def check_hyperparameters(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        options = dict(arguments)
-        i = self._pop_part(options)
-        return {**as_buffer(self.parts[i]).check_hyperparameters(options), "part": i}
+        named = dict(arguments)
+        values, part = named.pop("values", None), named.pop("part", None)
+        pairs = merged(values, named)
+        new = dict(pairs)
+        if len(new) < len(pairs):
+            raise ValueError(f"a number was given twice in {[*new]}; name each number once")
+        if part is not None:
+            if "ratios" in new:
+                raise ValueError("ratios are those of the mixture as a whole; leave part out")
+            i = self._pop_part({"part": part})
+            new = {f"{i}/{name}": value for name, value in new.items()}
+        checked: dict[str, Array] = {}
+        if "ratios" in new:
+            if not self.varying:
+                raise ValueError(
+                    "ratios do not vary here; create the mixture with jaxbuf.Varying(ratios)"
+                )
+            given = new.pop("ratios")
+            checked["ratios"] = quotas.check_varying(given, self.varying["ratios"].shape[0])
+        for i, inner in self._by_part(new):
+            check_options(self.parts[i], "set_hyperparameters", {}, f"parts[{i}]")
+            inner = as_buffer(self.parts[i]).check_hyperparameters({"values": inner})["values"]
+            checked |= {f"{i}/{name}": value for name, value in inner.items()}
+        return {"values": checked}
+
+    def kept_by_hyperparameters(self, arguments: dict[str, Any]) -> tuple[str, ...]:
+        return ("parts",) if arguments["values"].keys() == {"ratios"} else ()
 
     def set_hyperparameters(
         self, values: Mapping[str, ArrayLike] | None = None, **options: Any
     ) -> Self:
-        i = self._pop_part(options)
-        check_options(self.parts[i], "set_hyperparameters", options, f"parts[{i}]")
-        changed = self._slotted(i).set_hyperparameters(values, **options)
-        return self.replace_part(i, changed)
+        checked = self.check_hyperparameters({"values": values, **options})["values"]
+        legal = self.are_legal(checked)
+        return self.with_values(checked, legal).counting_illegal(legal, checked)
+
+    def are_legal(self, values: dict[str, Array]) -> Flag:
+        inner = [as_buffer(self.parts[i]).are_legal(of) for i, of in self._by_part(values)]
+        own = [quotas.are_legal(values["ratios"])] if "ratios" in values else []
+        return jnp.all(jnp.stack([jnp.bool_(True), *own, *inner]), axis=0)
+
+    def with_values(self, values: dict[str, Array], legal: Flag) -> Self:
+        parts, varying = list(self.parts), dict(self.varying)
+        for i, inner in self._by_part(values):
+            parts[i] = as_buffer(parts[i]).with_values(inner, legal)
+        if "ratios" in values:
+            varying["ratios"] = jnp.where(legal, values["ratios"], varying["ratios"])
+        return trees.updated(self, parts=tuple(parts), varying=varying)
+
+    def counting_illegal(self, legal: Flag, values: dict[str, Array]) -> Self:
+        inner = self._by_part(values)
+        if inner and not ("ratios" in values or (self.varying and len(inner) > 1)):
+            i, of = inner[0]
+            return self._with_part(i, as_buffer(self.parts[i]).counting_illegal(legal, of))
+        if not self.varying:
+            return self
+        rejected = self.varying["rejected"] + (~legal).astype(jnp.uint32)
+        return trees.updated(self, varying={**self.varying, "rejected": rejected})
 
     def with_sampler(self, sampler: Sampler, **options: Unpack[PartOptions]) -> Self:
         i = self._pop_part(options)
@@ -305,6 +380,8 @@ class Mixture(SlottedBuffer, Described):
                     "returns the mixture without them"
                 )
             check_options(part, "sample", options)
+        if self.varying:
+            return self.sample_some(key, rows, jnp.int32(0), jnp.int32(rows), **options)
         keys = jax.random.split(key, len(self.parts))
         return self._batch(
             {
@@ -354,12 +431,70 @@ class Mixture(SlottedBuffer, Described):
         for i, part in enumerate(self.parts):
             if not as_buffer(part).is_queue:
                 check_options(part, "next_batch", {}, f"parts[{i}]")
+        if self.varying:
+            return self.next_some(key, rows, jnp.int32(0), jnp.int32(rows))
         keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
         samples: dict[int, Sample] = {}
         for i, count in enumerate(self.counts(rows)):
             if count > 0:
                 parts[i], samples[i] = _next_of(parts[i], keys[i], count)
         return self.replace(parts=tuple(parts)), self._batch(samples)
+
+    def sample_some(
+        self, key: Key, batch_size: int, begin: Count, count: Count, **options: Any
+    ) -> Sample:
+        keys = jax.random.split(key, len(self.parts))
+
+        def draw(i: int, *rows: Count) -> Sample:
+            part: Any = self.parts[i]
+            if as_buffer(part).is_queue:
+                raise ValueError(f"parts[{i}] is a Queue, of which no number of rows is drawn")
+            check_options(part, "sample", options)
+            return part.sample_some(keys[i], batch_size, *rows, **options)
+
+        return self._some(batch_size, begin, count, draw)
+
+    def next_some(
+        self, key: Key, batch_size: int, begin: Count, count: Count
+    ) -> tuple[Self, Sample]:
+        keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
+
+        def draw(i: int, *rows: Count) -> Sample:
+            part: Any = parts[i]
+            if as_buffer(part).is_queue:
+                raise ValueError(
+                    f"parts[{i}] is a Queue, and the ratios vary: rows that were taken beyond its "
+                    "share could not be given back; create the mixture with ratios that stay"
+                )
+            parts[i], sample = part.next_some(keys[i], batch_size, *rows)
+            return sample
+
+        sample = self._some(batch_size, begin, count, draw)
+        return trees.updated(self, parts=tuple(parts)), sample
+
+    def _some(
+        self, batch_size: int, begin: Count, count: Count, draw: Callable[..., Sample]
+    ) -> Sample:
+        """Joins samples of all parts that have their rows where these are in the batch.
+
+        Args:
+            batch_size: The number of rows ``B`` of the batch.
+            begin: The first row of this mixture.
+            count: The number of its rows.
+            draw: Takes the number of a part, its first row and the number of its rows, and returns
+                a sample of ``B`` rows.
+        """
+        counts = quotas.divided(count, self._units)  # [P]
+        begins = begin + jnp.cumsum(counts, dtype=jnp.int32) - counts  # [P]
+        row = jnp.arange(batch_size, dtype=jnp.int32)
+        joined: Any = None
+        for i in range(len(self.parts)):
+            sample = draw(i, begins[i], counts[i])
+            share = counts[i].astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
+            sample = self._in_mixture(i, sample, share)
+            mine = (row >= begins[i]) & (row < begins[i] + counts[i])
+            joined = sample if joined is None else trees.choose(mine, sample, joined)
+        return joined
 
     def _batch(self, samples: dict[int, Sample]) -> Sample:
         """Joins samples of parts to one batch, with slots and probabilities of the mixture.
@@ -369,14 +504,17 @@ class Mixture(SlottedBuffer, Described):
         """
         rows = sum(sample.valid.shape[0] for sample in samples.values())
 
-        def in_mixture(i: int, sample: Sample) -> Sample:
-            share = jnp.float32(sample.valid.shape[0] / rows)
-            return sample.replace(
-                slots=self._global_slots(i, sample.slots), probability=sample.probability * share
-            )
-
-        joined = [in_mixture(i, sample) for i, sample in samples.items()]
+        joined = [
+            self._in_mixture(i, sample, jnp.float32(sample.valid.shape[0] / rows))
+            for i, sample in samples.items()
+        ]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *joined)
+
+    def _in_mixture(self, i: int, sample: Sample, share: Number) -> Sample:
+        """Returns the sample of a part, which has this share of the batch, as of the mixture."""
+        return sample.replace(
+            slots=self._global_slots(i, sample.slots), probability=sample.probability * share
+        )
 
     def _global_slots(self, part: int, slots: Slots) -> Slots:
         """Returns slots of a part as slots of the mixture, the inverse of ``part_slots``."""
@@ -463,7 +601,7 @@ class Mixture(SlottedBuffer, Described):
             sample = self._slotted(i).get(part_slots)
             return part_slots.index < self.parts[i].capacity, sample.replace(
                 slots=self._global_slots(i, sample.slots),
-                probability=sample.probability * jnp.float32(self.ratios[i]),
+                probability=sample.probability * jnp.float32(self._shares[i]),
             )
 
         return self._join("get", "contents", read)
@@ -559,9 +697,15 @@ class Mixture(SlottedBuffer, Described):
     def support(self) -> Support:
         supports = [
             (_support_of(part), jnp.float32(ratio))
-            for part, ratio in zip(self.parts, self.ratios, strict=True)
-            if ratio > 0
+            for part, ratio in zip(self.parts, self._shares, strict=True)
+            if self.varying or ratio > 0
         ]
+        if self.varying:
+            drawn = quotas.is_positive(self.varying["ratios"])
+            supports = [
+                (Support(jnp.where(drawn[i], support.count, 0), support.least_probability), ratio)
+                for i, (support, ratio) in enumerate(supports)
+            ]
         least = [
             jnp.where(support.count > 0, support.least_probability * ratio, jnp.inf)
             for support, ratio in supports
@@ -577,9 +721,14 @@ class Mixture(SlottedBuffer, Described):
 
         Returns:
             The total ``size``, and the metrics of each part, whose names are prefixed with the
-            number of the part: ``0/size``, ``1/priority_max``.
+            number of the part: ``0/size``, ``1/priority_max``. Ratios that vary one by one, as
+            ``ratios[0]`` and so on, and ``rejected``, the number of calls that gave illegal ones.
         """
         metrics = {"size": self.size}
+        if self.varying:
+            metrics |= {"rejected": self.varying["rejected"]}
+            for i in range(len(self.parts)):
+                metrics[f"ratios[{i}]"] = self.varying["ratios"][i]
         for i, part in enumerate(self.parts):
             metrics |= {f"{i}/{name}": value for name, value in part.metrics().items()}
         return metrics
@@ -657,15 +806,41 @@ class Mixture(SlottedBuffer, Described):
         mask = (number >= 0) & (number < count)
         return mask, jnp.where(mask, number, count)
 
+    def _by_part(self, values: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+        """Returns the numbers of the parts that named values are for, with these values.
+
+        Raises:
+            ValueError: If a name does not begin with the number of a part.
+        """
+        inner: dict[int, dict[str, Any]] = {}
+        for name, value in values.items():
+            part, slash, rest = name.partition("/")
+            if slash:
+                i = self._check_part(int(part) if part.isdecimal() else part)
+                inner.setdefault(i, {})[rest] = value
+            elif name != "ratios":
+                self._check_part(None)
+        return sorted(inner.items())
+
     def _env_offset(self, part: int) -> int:
         """Returns the number of environments of the parts before this one."""
         return sum(as_buffer(earlier).num_envs for earlier in self.parts[:part])
 
     @property
-    def _fixed_point_ratios(self) -> list[int]:
-        """The ratios in units of 2**-31, so that traced products with them are exact."""
-        bounds = [round(sum(self.ratios[:i]) * 2**31) for i in range(len(self.ratios) + 1)]
-        return [end - start for start, end in itertools.pairwise(bounds)]
+    def _units(self) -> list[int] | UInt[Array, " P"]:
+        """The ratios in units of 2**-31."""
+        if not self.varying:
+            return quotas.in_units(self.ratios)
+        return quotas.in_units_of(self.varying["ratios"])
+
+    @property
+    def _shares(self) -> tuple[float, ...] | Float[Array, " P"]:
+        """The ratios, which sum to 1."""
+        return (
+            quotas.shares(lax.stop_gradient(self.varying["ratios"]))
+            if self.varying
+            else self.ratios
+        )
 
     def _slot_offset(self, part: int) -> int:
         """Returns the number of slots of the parts before this one."""
@@ -695,23 +870,23 @@ class Mixture(SlottedBuffer, Described):
         return int(part)
 
 
-def _largest_remainders(rows: Any, whole: Any, rest: Any) -> Any:
-    """Rounds shares to integers, giving one row more to the parts with the largest remainders.
+def _split(given: object, parts: int) -> tuple[tuple[float, ...] | Varying, dict[str, Array]]:
+    """Returns the ratios that are part of the program, and those that vary."""
+    if not isinstance(given, Varying):
+        return quotas.check_static(given, parts), {}
+    first = quotas.check_varying(given.value, parts)
+    legal = quotas.are_legal(first)
+    rejected = (~legal).astype(jnp.uint32)
+    first = jnp.where(legal, first, 1.0)
+    return Varying(None, first.shape), {"ratios": first, "rejected": rejected}
 
-    Args:
-        rows: The total number of rows.
-        whole: The share of each part rounded down, ``[P]``; a NumPy or JAX array.
-        rest: The remainders, unsigned in units of 2**-32, ``[P]``.
 
-    Returns:
-        The number of rows of each part, ``[P]``.
-    """
-    # Ratios are rounded, so remainders that should be equal may differ in their last bits.
-    rest = ((rest >> 1) + 2**14) >> 15
-    # Whether part j comes before part i, and gets an extra row before it, [i, j].
-    earlier = np.tri(len(rest), k=-1, dtype=bool)
-    ahead = (rest[None] > rest[:, None]) | ((rest[None] == rest[:, None]) & earlier)
-    return whole + (ahead.sum(axis=1) < rows - whole.sum()).astype(whole.dtype)
+def _fraction(count: Any, rows: Any, ratio: Any) -> Any:
+    """Returns the fraction of the rows that come from a part; its ratio if it gives none."""
+    if isinstance(count, int):
+        return count / rows if count else ratio
+    share = count.astype(jnp.float32) / jnp.maximum(rows, 1).astype(jnp.float32)
+    return jnp.where(count > 0, share, jnp.float32(ratio))
 
 
 def _total(numbers: list[Array]) -> Count:
@@ -730,12 +905,6 @@ def _support_of(part: Any) -> Support:
     return Support(part.size, jnp.where(part.size > 0, 1.0, 0.0))
 
 
-def _has_queue(part: object) -> bool:
-    """Returns whether a part is a queue, or a mixture with one, so that it cannot ``sample``."""
-    buffer = as_buffer(part)
-    return buffer.is_queue or any(_has_queue(inner) for inner in buffer.members)
-
-
 def _check_part_kind(part: object, name: str) -> None:
     """Raises ValueError if a wrapper cannot be a part."""
     buffer = as_buffer(part)
@@ -751,13 +920,28 @@ def _check_part_kind(part: object, name: str) -> None:
         )
 
 
+def _check_draws_some(part: object, name: str) -> None:
+    """Raises ValueError if a part cannot draw a number of rows that varies."""
+    buffer = as_buffer(part)
+    for i, inner in enumerate(buffer.members):
+        _check_draws_some(inner, f"{name}.parts[{i}]")
+    if not (buffer.members or buffer.is_queue or buffer.draws_some):
+        raise ValueError(
+            f"ratios vary, but {name} is {checks.kind_of(part)}, which cannot draw a number of "
+            "rows that varies; choose ratios that stay, or a buffer of this library"
+        )
+
+
 def _check_samples_alike(parts: tuple[DrawnBuffer, ...]) -> None:
     """Raises ValueError if samples of the parts cannot be concatenated to one batch."""
 
     def row_of(part: DrawnBuffer) -> PyTree:
+        if members := as_buffer(part).members:
+            return row_of(members[0])
+
         def sample_row(key: Key) -> Arrays:
-            batch = _next_of(part, key, 1)[1] if _has_queue(part) else part.sample(key, 1)
-            return batch.data
+            is_queue = as_buffer(part).is_queue
+            return (_next_of(part, key, 1)[1] if is_queue else part.sample(key, 1)).data
 
         return jax.eval_shape(sample_row, jax.random.key(0))
 

@@ -91,6 +91,7 @@ ASKED = {
     ("mpi/scores.py", "StatefulScore"): "score functions come with a state or without",
     ("wrappers/holder.py", "'size'"): "a check of a user's state",
     ("wrappers/holder.py", "name"): "a check of a user's limiter",
+    ("wrappers/mixture.py", "Varying"): "ratios are numbers or vary",
     ("wrappers/mixture.py", "Slots"): "slots and steps are both a way to name an episode",
     ("wrappers/sharded/operations.py", "SampledBuffer"): "a check of what a user's function makes",
 }
