@@ -6,11 +6,10 @@ Create a buffer from an example of an item, add batches, sample, and update prio
     >>> item = {"obs": jnp.zeros(4), "reward": jnp.float32(0)}
     >>> buffer = jaxbuf.ItemBuffer.create(item, capacity=1000, sampler=jaxbuf.Prioritized())
     >>> buffer = jaxbuf.add(buffer, {"obs": jnp.ones((64, 4)), "reward": jnp.ones(64)})
-    >>> batch = jaxbuf.sample(buffer, jax.random.key(0), 32)    # data, slots, probability, valid
-    >>> weights = jaxbuf.importance_weights(buffer, batch, beta=0.4)
+    >>> batch = jaxbuf.sample(buffer, jax.random.key(0), 32, beta=0.4)  # data, slots, weights, ...
     >>> buffer = jaxbuf.update_priority(buffer, batch.slots, jnp.abs(batch.data["reward"]))
-    >>> int(buffer.size), batch.data["obs"].shape
-    (64, (32, 4))
+    >>> int(buffer.size), batch.data["obs"].shape, batch.weights.shape
+    (64, (32, 4), (32,))
 
 These functions donate the buffer: continue with the result. Within your own ``jax.jit`` call the
 methods, ``buffer.add(...)`` and ``buffer.sample(...)``, and donate the buffer there.

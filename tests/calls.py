@@ -522,6 +522,9 @@ CALLS: dict[str, Call] = {
         jaxbuf.add, "items mask", buffer=(THINGS.plain, "buffer to add to"), consumes=True
     ),
     "sample": call(jaxbuf.sample, "buffer key batch_size"),
+    "sample with weights": call(
+        jaxbuf.sample, "buffer key batch_size beta", normalize=("buffer", "choice or none")
+    ),
     "sample windows": call(
         jaxbuf.sample, "key batch_size sequence_length", buffer=(THINGS.trajectory, "buffer")
     ),
@@ -835,9 +838,9 @@ CALLS: dict[str, Call] = {
         "queue", "add", "mask timeout", items=(rows(ROWS), "what waits")
     ),
     "Holder.sample": on_holder("plain", "sample", "key batch_size least timeout"),
-    "Holder.sample_with_weights": on_holder(
+    "Holder.sample with weights": on_holder(
         "plain",
-        "sample_with_weights",
+        "sample",
         "key batch_size beta least timeout",
         normalize=("batch", "choice or none"),
     ),

@@ -280,7 +280,7 @@ def add_to_some(buffer, sample, scale, key):
 
 @operation(is_sampled)
 def sample(buffer, sample, scale, key):
-    return buffer.sample(key, BATCH)
+    return buffer.sample(key, BATCH, beta=scale)
 
 
 def has_next_of_its_own(buffer):
@@ -292,7 +292,7 @@ def has_next_of_its_own(buffer):
 
 @operation(has_next_of_its_own)
 def next_batch(buffer, sample, scale, key):
-    return buffer.next_batch(key, BATCH)
+    return buffer.next_batch(key, BATCH, beta=scale, normalize="buffer")
 
 
 @operation(lambda buffer: is_windows(buffer) and not takes_out(buffer), asks_sampler=False)

@@ -21,9 +21,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
 from jaxbuf.buffers.buffer import By, check_options
-from jaxbuf.buffers.operation import Operation
+from jaxbuf.buffers.operation import Operation, given
 from jaxbuf.buffers.queue import Queue
-from jaxbuf.buffers.sample import Sample, Steps
+from jaxbuf.buffers.sample import Normalization, Sample, Steps, Within
 from jaxbuf.buffers.slotted import (
     AddOptions,
     Envs,
@@ -31,11 +31,12 @@ from jaxbuf.buffers.slotted import (
     PartOptions,
     SampleOptions,
     SlottedBuffer,
+    WeightOptions,
 )
 from jaxbuf.core import advice, checks
 from jaxbuf.core.program import OwnPrograms, Program, is_outside
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Arrays, Count, Function, Key
+from jaxbuf.core.types import Arrays, Count, Function, Key, Number
 from jaxbuf.strategies.protocols import Sampler
 
 P = ParamSpec("P")
@@ -89,18 +90,19 @@ def call(
         args: The positional arguments of the method.
         donate: Whether the buffer may be overwritten; not given for a method that does not change
             it.
-        **options: Options of the method. Options that are None are ignored.
+        **options: Options of the method. One that is None is ignored, unless the declaration says
+            that None is a value of it.
 
     Raises:
         ValueError: If ``buffer`` is not a buffer with this method or was donated before, or if the
             method does not take one of the options.
     """
+    operation: Operation | None = vars(declared).get("operation")
     if options:
-        options = {name: value for name, value in options.items() if value is not None}
+        options = given(options, operation.nones if operation else ())
     function = check_options(buffer, declared.__name__, options)
     donates = donate is not ... and checks.check_flag("donate", donate)
     if isinstance(buffer, OwnPrograms):
-        operation: Operation | None = vars(declared).get("operation")
         if operation is None:
             return function(buffer, *args, **options)
         hosted: Any = buffer
@@ -138,7 +140,9 @@ def _as_declared(declared: Function, options: type | None = None) -> Callable[[D
     def compare(function: Door) -> Door:
         signature = inspect.signature(function)
         _, *shown = signature.parameters.values()
-        if {x.name: (x.kind, x.default) for x in shown if x.name != "donate"} != expected:
+        # An option that has None as a value is not given if it is ``...``.
+        defaults = {x.name: None if x.default is ... else x.default for x in shown}
+        if {x.name: (x.kind, defaults[x.name]) for x in shown if x.name != "donate"} != expected:
             raise TypeError(f"{function.__name__}{signature} is declared with {expected}")
         _signatures[function.__name__] = signature
         return function
@@ -257,7 +261,14 @@ def insert(buffer: Any, items: Any, *args: Any, donate: bool = True, **options: 
 @overload
 @_as_declared(SlottedBuffer.sample, SampleOptions)
 def sample(
-    buffer: _Buffer, key: Key, batch_size: int, *, sequence_length: int | None = None
+    buffer: _Buffer,
+    key: Key,
+    batch_size: int,
+    *,
+    sequence_length: int | None = None,
+    beta: float | Number | None = None,
+    normalize: Normalization = ...,
+    within: Within | None = None,
 ) -> Sample: ...
 @overload
 def sample(
@@ -267,10 +278,11 @@ def sample(
 def sample(buffer: Any, key: Any, batch_size: int, *args: Any, **options: Any) -> Any:
     """Draws a batch from a buffer: ``buffer.sample(key, batch_size, ...)``, compiled.
 
-    It compiles once for each batch size and for all buffers with the same configuration. The buffer
-    is not donated and does not change. Inside your own ``jax.jit`` this calls the plain method. Add
-    before you sample there: a program that samples first has to keep the old storage, and copies
-    it. The samplers ``Shuffled`` and ``Staleness`` record only what ``jaxbuf.next_batch`` draws.
+    With ``beta`` the same program computes importance weights. It compiles once for each batch size
+    and for all buffers with the same configuration. The buffer is not donated and does not change.
+    Inside your own ``jax.jit`` this calls the plain method. Add before you sample there: a program
+    that samples first has to keep the old storage, and copies it. The samplers ``Shuffled`` and
+    ``Staleness`` record only what ``jaxbuf.next_batch`` draws.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxbuf
@@ -283,9 +295,16 @@ def sample(buffer: Any, key: Any, batch_size: int, *args: Any, **options: Any) -
     return call(SlottedBuffer.sample, buffer, key, batch_size, *args, **options)
 
 
-@_door(SlottedBuffer.next_batch)
+@_door(SlottedBuffer.next_batch, WeightOptions)
 def next_batch(
-    buffer: AnyBuffer, key: Key, batch_size: int, *, donate: bool = True
+    buffer: AnyBuffer,
+    key: Key,
+    batch_size: int,
+    *,
+    beta: float | Number | None = None,
+    normalize: Normalization = ...,
+    within: Within | None = None,
+    donate: bool = True,
 ) -> tuple[AnyBuffer, Sample]:
     """Draws the next batch of a pass: ``buffer.next_batch(key, batch_size)``, compiled, in place.
 
@@ -303,7 +322,8 @@ def next_batch(
         >>> sorted(drawn), int(buffer.metrics()["passes"])
         ([0, 1, 2, 3, 4, 5, 6, 7], 1)
     """
-    return call(SlottedBuffer.next_batch, buffer, key, batch_size, donate=donate)
+    options = {"beta": beta, "normalize": normalize, "within": within}
+    return call(SlottedBuffer.next_batch, buffer, key, batch_size, donate=donate, **options)
 
 
 @_door(SlottedBuffer.update_priority)

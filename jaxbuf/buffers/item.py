@@ -23,14 +23,14 @@ from jaxbuf.buffers.arguments import (
     needs_priority,
 )
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sample import Normalization, Sample, Within, weighed
 from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import sizes, storage, trees
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Key, Mask, Numbers
+from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Key, Mask, Number, Numbers
 from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.evictors import Oldest
@@ -198,9 +198,15 @@ class ItemBuffer(SampledBuffer):
         return trees.updated(buffer, counters=self._counted(counts)), slots
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, key: Key, batch_size: int
+        self,
+        key: Key,
+        batch_size: int,
+        *,
+        beta: float | Number | None = None,
+        normalize: Normalization = ...,
+        within: Within | None = None,
     ) -> Sample:
-        return self._draw_batch(key, batch_size)
+        return weighed(self, self._draw_batch(key, batch_size), beta, normalize, within)
 
     def clear(self, envs: Envs = None) -> Self:
         if envs is not None:

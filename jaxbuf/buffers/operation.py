@@ -28,6 +28,7 @@ class Operation:
         rows: The argument that gives the number of rows of the returned sample; None without one.
         by_member: Whether a wrapper of several buffers performs it in each of them, with the slots
             of its own rows. Wrappers override other operations, or lack them.
+        nones: The options for which None is a value. Any other option is left out if it is None.
     """
 
     declared: Function
@@ -37,6 +38,7 @@ class Operation:
     changes: bool
     rows: str | None
     by_member: bool
+    nones: tuple[str, ...]
 
     @functools.cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -86,10 +88,9 @@ class Operation:
         return getattr(buffer, self.name)(*args, **options)
 
     def split(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the required arguments, and those of the others that are not None, by name."""
-        others = [name for name in arguments if name not in self.required]
-        options = {name: arguments[name] for name in others if arguments[name] is not None}
-        return [arguments[name] for name in self.required], options
+        """Returns the required arguments, and those of the others that are given, by name."""
+        others = {name: arguments[name] for name in arguments if name not in self.required}
+        return [arguments[name] for name in self.required], given(others, self.nones)
 
     def lacking(self, buffer: object, remedy: str) -> ValueError:
         """Returns an error that says what to use in place of an operation that a buffer lacks."""
@@ -104,6 +105,15 @@ class Operation:
         return call
 
 
+def given(options: dict[str, Any], nones: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns the options that are given: None is a value of ``nones``, and none of the others."""
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not ... and (value is not None or name in nones)
+    }
+
+
 def operation(
     *,
     slots: str | None = None,
@@ -111,6 +121,7 @@ def operation(
     changes: bool = True,
     rows: str | None = None,
     by_member: bool = True,
+    nones: tuple[str, ...] = (),
     **about: Unpack[About],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator for the declaration of an operation; see ``Operation`` and ``About``.
@@ -120,7 +131,8 @@ def operation(
     """
 
     def decorate(declared: Callable[P, R]) -> Callable[P, R]:
-        description = Operation(declared, about, slots, needs, changes, rows, by_member)
+        description = Operation(declared, about, slots, needs, changes, rows, by_member, nones)
+        vars(declared)["operation"] = description
 
         @functools.wraps(declared)
         def routed(self: Any, *args: Any, **options: Any) -> Any:

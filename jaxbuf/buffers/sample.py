@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
+from types import EllipsisType
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ from jaxbuf.core.types import Arrays, Count, Flag, Floats, Function, Mask, Numbe
 from jaxbuf.strategies.protocols import Support
 
 Normalize = Literal["batch", "buffer", "mean"]
+Within = Literal["part"]
+# That of a draw is given with ``beta`` only, so that its default is none of its values.
+Normalization: TypeAlias = Normalize | EllipsisType | None
 
 
 class Sample(Described):
@@ -33,12 +37,16 @@ class Sample(Described):
         valid: A mask of the rows that were drawn, ``[B]``. These are all rows, unless the buffer
             holds too few items. The data of other rows is arbitrary, but not NaN unless stored
             items are.
+        weights: The importance weights of the rows, ``[B]``, if ``sample`` or ``next_batch`` got a
+            ``beta``; else None.
     """
 
     data: Arrays
     slots: Slots
     probability: Floats
     valid: Mask
+    # Not ``| None``, so that a type checker allows products with the weights that were asked for.
+    weights: Floats | Any = None
 
 
 class Steps(Described):
@@ -137,7 +145,7 @@ def importance_weights(
     beta: float | Number,
     normalize: Normalize | None = "batch",
     *,
-    within: Literal["part"] | None = None,
+    within: Within | None = None,
 ) -> Floats:
     """Returns weights that correct the bias of prioritized sampling: ``(N · P(i)) ** -beta``.
 
@@ -149,9 +157,12 @@ def importance_weights(
     all parts together. With ``within="part"``, ``N`` and ``P`` are those of the part that a row
     comes from, so that the ratios remain.
 
+    ``sample`` and ``next_batch`` take the same ``beta``, ``normalize`` and ``within``, and return
+    the same weights as ``batch.weights``, in one program. This function is for other samples, and
+    for weights that are computed later.
+
     Args:
-        buffer: The buffer from which the sample was drawn, in its state at that time. A ``Holder``
-            has ``sample_with_weights`` for both at once.
+        buffer: The buffer from which the sample was drawn, in its state at that time.
         sample: The sample.
         beta: The strength of the correction, from 0 (none) to 1 (full). It is traced, so annealing
             it does not cause a retrace.
@@ -187,17 +198,9 @@ def importance_weights(
         >>> [round(float(w), 4) for w in weights[jnp.argsort(batch.data)]]
         [1.0, 0.8467, 0.717, 0.6071]
     """
-    if within is not None and (not isinstance(within, str) or within != "part"):
-        raise ValueError(f'within is {checks.name_of(within)}; choose "part" or None')
-    if normalize is not None and (
-        not isinstance(normalize, str) or normalize not in get_args(Normalize)
-    ):
-        name = checks.name_of(normalize)
-        raise ValueError(f'normalize is {name}; choose "batch", "buffer", "mean" or None')
+    beta = check_weighing(beta, normalize, within)
     check_options(buffer, "support", {})
     check_sample("sample", sample)
-    if not isinstance(beta, jax.Array | np.ndarray):
-        beta = checks.check_number("beta", beta, "a finite number", math.isfinite)
     # Relative to the largest weight of the batch they do not depend on the buffer.
     needed = None if normalize == "batch" and within is None else buffer
     slots = None if within is None else check_slots(sample.slots, "sample.slots")
@@ -260,6 +263,61 @@ def _above_0(fraction: Any) -> Any:
     if isinstance(fraction, float):
         return fraction or 1.0
     return jnp.where(fraction > 0, fraction, 1.0)
+
+
+def weighed(
+    buffer: _Supported,
+    sample: Sample,
+    beta: float | Number | None,
+    normalize: Normalization,
+    within: Within | None,
+) -> Sample:
+    """Returns a sample with its importance weights; without ``beta`` the sample itself.
+
+    Args:
+        buffer: The buffer from which the sample was drawn, in its state before.
+        sample: The sample.
+        beta: As for ``importance_weights``; None for no weights.
+        normalize: As for ``importance_weights``; ``...`` stands for the default.
+        within: As for ``importance_weights``.
+
+    Raises:
+        ValueError: As raised by ``check_weighing``.
+    """
+    check_weighing(beta, normalize, within)
+    if beta is None:
+        return sample
+    how = "batch" if normalize is ... else normalize
+    return sample.replace(weights=importance_weights(buffer, sample, beta, how, within=within))
+
+
+def check_weighing(
+    beta: float | Number | None, normalize: Normalization = ..., within: Within | None = None
+) -> Any:
+    """Returns ``beta``, a number that is known as a Python float, after checks of all three.
+
+    Raises:
+        ValueError: If ``beta`` is known, and is not a finite number, if ``normalize`` or ``within``
+            is none of their values, or one of these is given and ``beta`` is None.
+    """
+    if within is not None and (not isinstance(within, str) or within != "part"):
+        raise ValueError(f'within is {checks.name_of(within)}; choose "part" or None')
+    if normalize not in (None, ...) and (
+        not isinstance(normalize, str) or normalize not in get_args(Normalize)
+    ):
+        name = checks.name_of(normalize)
+        raise ValueError(f'normalize is {name}; choose "batch", "buffer", "mean" or None')
+    if beta is None:
+        for name, is_given in (("normalize", normalize is not ...), ("within", within is not None)):
+            if is_given:
+                raise ValueError(
+                    f"{name} was given without beta; pass beta=, such as beta=0.4, for importance "
+                    f"weights, or leave {name} out"
+                )
+        return None
+    if isinstance(beta, jax.Array | np.ndarray):
+        return beta
+    return checks.check_number("beta", beta, "a finite number", math.isfinite)
 
 
 def _counts_and_smallest(

@@ -23,7 +23,7 @@ from jaxbuf.buffers.arguments import (
 )
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.buffers.buffer import By
-from jaxbuf.buffers.sample import Sample
+from jaxbuf.buffers.sample import Normalization, Sample, Within, weighed
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.core import checks, counters, fields, sizes, storage, trees
 from jaxbuf.core.hyperparameters import are_legal, bind, check_values, filled, split
@@ -39,6 +39,7 @@ from jaxbuf.core.types import (
     Integers,
     Key,
     Mask,
+    Number,
     State,
     Words,
 )
@@ -148,12 +149,21 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         """The state of ``diversity``; an empty tuple without it."""
         return self._find_extra(Diversity)[1]
 
-    def next_batch(self, key: Key, batch_size: int) -> tuple[Self, Sample]:
+    def next_batch(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        key: Key,
+        batch_size: int,
+        *,
+        beta: float | Number | None = None,
+        normalize: Normalization = ...,
+        within: Within | None = None,
+    ) -> tuple[Self, Sample]:
         rows = check_batch_size(batch_size)
         state = lax.stop_gradient(self.sampler_state)
         after, draw = self.bound_sampler.next(state, check_key(key), rows, self.occupancy)
         after = events.check_state(self.bound_sampler.next, state, after)
-        return trees.updated(self, sampler_state=after), self.gather(draw)
+        batch = weighed(self, self.gather(draw), beta, normalize, within)
+        return trees.updated(self, sampler_state=after), batch
 
     def sample_some(
         self, key: Key, batch_size: int, begin: Count, count: Count, **options: Any

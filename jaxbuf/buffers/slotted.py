@@ -10,9 +10,20 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jaxbuf.buffers.arguments import Where, check_offsets
 from jaxbuf.buffers.buffer import Buffer, By
 from jaxbuf.buffers.operation import Operation, operation
-from jaxbuf.buffers.sample import Sample, Steps, StepsAround
+from jaxbuf.buffers.sample import Normalization, Sample, Steps, StepsAround, Within, check_weighing
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Arrays, Count, Dtype, Function, Index, Integers, Key, Mask, Words
+from jaxbuf.core.types import (
+    Arrays,
+    Count,
+    Dtype,
+    Function,
+    Index,
+    Integers,
+    Key,
+    Mask,
+    Number,
+    Words,
+)
 from jaxbuf.strategies.episodes import Episode
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
@@ -37,10 +48,22 @@ class AddOptions(InsertOptions, total=False):
     env_ids: Int[ArrayLike, " K"] | None
 
 
-class SampleOptions(TypedDict, total=False):
-    """The options of ``sample``, each of which some buffers take."""
+class WindowOptions(TypedDict, total=False):
+    """The option of ``sample`` that buffers of windows take."""
 
     sequence_length: int | None
+
+
+class WeightOptions(TypedDict, total=False):
+    """The options of ``sample`` and ``next_batch`` for importance weights."""
+
+    beta: float | Number | None
+    normalize: Normalization
+    within: Within | None
+
+
+class SampleOptions(WindowOptions, WeightOptions, total=False):
+    """The options of ``sample``, each of which some buffers take."""
 
 
 # What the numbers of some arguments become.
@@ -53,6 +76,14 @@ DTYPES: dict[str, Dtype] = {
 }
 # Priorities that are too large are refused and counted, row by row.
 INFINITE = ("priority",)
+
+
+def _check_beta(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a draw, after a check of a ``beta`` that tracing would hide."""
+    del buffer
+    if arguments.get("beta") is None:
+        return arguments
+    return {**arguments, "beta": check_weighing(arguments["beta"])}
 
 
 class PartOptions(TypedDict, total=False):
@@ -174,8 +205,10 @@ class SlottedBuffer(Buffer):
         by_member=False,
         changes=False,
         rows="batch_size",
-        static=("batch_size", "sequence_length"),
+        static=("batch_size", "sequence_length", "normalize", "within"),
         keys=("key",),
+        nones=("normalize",),
+        before=_check_beta,
     )
     def sample(self, key: Key, batch_size: int, **options: Unpack[SampleOptions]) -> Sample:
         """Draws a batch of items, or windows.
@@ -183,20 +216,47 @@ class SlottedBuffer(Buffer):
         Args:
             key: A PRNG key.
             batch_size: The number of rows ``B``; static.
-            **options: ``sequence_length`` for a ``TrajectoryBuffer``, which says more about it.
+            **options: ``sequence_length`` for a ``TrajectoryBuffer``, which says more about it, and
+                the following, which every buffer takes.
+
+                * ``beta``: The strength of importance weights, which are ``batch.weights`` then. It
+                  may be traced, so annealing it does not cause a retrace. No gradient flows through
+                  weights.
+                * ``normalize``: ``"batch"`` (the default), ``"buffer"``, ``"mean"`` or None, as for
+                  ``jaxbuf.importance_weights``, which says what they mean; static.
+                * ``within``: ``"part"`` or None, likewise; static.
 
         Returns:
             A ``Sample``. Its shapes do not depend on the contents of the buffer: rows that cannot
-            be drawn have ``valid`` False, probability 0 and index ``capacity``.
+            be drawn have ``valid`` False, probability 0 and index ``capacity``. Without ``beta``,
+            its ``weights`` are None.
 
         Raises:
             ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
-                key, or the buffer does not take an option.
+                key, the buffer does not take an option, ``beta`` is not a finite number, or
+                ``normalize`` or ``within`` is not one of these, or is given without ``beta``.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 8, sampler=jaxbuf.Prioritized(1.0))
+            >>> buffer = buffer.add(jnp.arange(2), priority=jnp.array([1.0, 3.0]))
+            >>> batch = buffer.sample(jax.random.key(0), 4, beta=1.0)
+            >>> batch.data.tolist(), [round(w, 3) for w in batch.weights.tolist()]
+            ([0, 1, 1, 1], [1.0, 0.333, 0.333, 0.333])
         """
         raise NotImplementedError
 
-    @operation(by_member=False, rows="batch_size", static=("batch_size",), keys=("key",))
-    def next_batch(self, key: Key, batch_size: int) -> tuple[Self, Sample]:
+    @operation(
+        by_member=False,
+        rows="batch_size",
+        static=("batch_size", "normalize", "within"),
+        keys=("key",),
+        nones=("normalize",),
+        before=_check_beta,
+    )
+    def next_batch(
+        self, key: Key, batch_size: int, **options: Unpack[WeightOptions]
+    ) -> tuple[Self, Sample]:
         """Draws the next batch of a pass over the buffer, with the sampler ``Shuffled``.
 
         ``Staleness``, and a sampler of your own that defines ``on_draw``, is told which items were
@@ -205,14 +265,16 @@ class SlottedBuffer(Buffer):
         Args:
             key: A PRNG key.
             batch_size: The number of rows ``B``; static.
+            **options: ``beta``, ``normalize`` and ``within``, as for ``sample``. Weights are those
+                of the buffer before this batch.
 
         Returns:
             The new buffer, which records the items, or windows, drawn in this pass, and a
             ``Sample``. If fewer than ``B`` items are left in the pass, the last rows are invalid.
 
         Raises:
-            ValueError: If ``batch_size`` is not an integer of at least 1, or ``key`` is not a
-                single key.
+            ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
+                key, or an option is not legal, as for ``sample``.
         """
         raise NotImplementedError
 

@@ -32,7 +32,7 @@ from jaxbuf.buffers.arguments import (
     per_step,
 )
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.sample import Sample, Steps, StepsAround
+from jaxbuf.buffers.sample import Normalization, Sample, Steps, StepsAround, Within, weighed
 from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
@@ -41,7 +41,7 @@ from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Arrays, Count, Flag, Index, Key, Mask, Numbers, Words
+from jaxbuf.core.types import Arrays, Count, Flag, Index, Key, Mask, Number, Numbers, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
@@ -354,7 +354,14 @@ class TrajectoryBuffer(SampledBuffer):
         return trees.updated(buffer, counters=self._counted(counts))
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, key: Key, batch_size: int, *, sequence_length: int | None = None
+        self,
+        key: Key,
+        batch_size: int,
+        *,
+        sequence_length: int | None = None,
+        beta: float | Number | None = None,
+        normalize: Normalization = ...,
+        within: Within | None = None,
     ) -> Sample:
         """Draws a batch of windows.
 
@@ -365,6 +372,11 @@ class TrajectoryBuffer(SampledBuffer):
                 buffer's ``sequence_length``. A shorter length adds windows that are newer than any
                 of the buffer's own. These have the default priority, and updates of their
                 priorities are dropped. Another length costs a copy of the priorities.
+            beta: The strength of importance weights, which are ``batch.weights`` then; it may be
+                traced. They are those of ``jaxbuf.importance_weights`` for this buffer, whose
+                windows they count, also of a batch of another length.
+            normalize: As for ``jaxbuf.importance_weights``; static.
+            within: As for ``jaxbuf.importance_weights``; static.
 
         Returns:
             A ``Sample`` with leaves ``[B, sequence_length, ...]``, in order of time. Its shapes do
@@ -375,7 +387,8 @@ class TrajectoryBuffer(SampledBuffer):
             ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
                 key, ``sequence_length`` is longer than a ring, or it differs from the buffer's
                 although some windows are taken out, by ``Freshness`` or by
-                ``Episodes(boundary="avoid")``.
+                ``Episodes(boundary="avoid")``. If ``beta``, ``normalize`` or ``within`` is not
+                legal, or one of the last two is given without ``beta``.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
@@ -384,7 +397,8 @@ class TrajectoryBuffer(SampledBuffer):
             >>> buffer.sample(jax.random.key(0), 2, sequence_length=4).data.tolist()
             [[0, 1, 2, 3], [0, 1, 2, 3]]
         """
-        return self._windows_of(sequence_length)._draw_batch(key, batch_size)
+        batch = self._windows_of(sequence_length)._draw_batch(key, batch_size)
+        return weighed(self, batch, beta, normalize, within)
 
     def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Raises an error for ``insert``: a window has no slot before it is complete."""

@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -18,7 +19,8 @@ from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size
 from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.buffer import as_buffer, check_options
-from jaxbuf.buffers.sample import Normalize, Sample, importance_weights
+from jaxbuf.buffers.operation import given
+from jaxbuf.buffers.sample import Normalize, Sample, check_weighing
 from jaxbuf.core import checks, trees
 from jaxbuf.core.program import program
 from jaxbuf.core.signals import DeferredSignals
@@ -320,7 +322,8 @@ class Holder(Generic[State]):
     ) -> Sample:
         """Calls ``jaxbuf.sample`` on the buffer as soon as it holds enough.
 
-        For importance weights use ``sample_with_weights``, for the next batch of a pass
+        With ``beta`` it computes importance weights, ``batch.weights``, in the same turn: between
+        two calls another thread may change the buffer. For the next batch of a pass use
         ``apply(lambda buffer: jaxbuf.next_batch(buffer, key, batch_size))``.
 
         Args:
@@ -328,8 +331,8 @@ class Holder(Generic[State]):
             batch_size: Number of rows ``B``.
             least: The number for ``can_sample`` to wait for; by default ``batch_size``.
             timeout: As for ``apply``.
-            **options: Options of the buffer's own ``sample``, such as the ``sequence_length`` of a
-                ``TrajectoryBuffer``.
+            **options: Options of the buffer's own ``sample``: ``beta``, ``normalize`` and
+                ``within``, or the ``sequence_length`` of a ``TrajectoryBuffer``.
 
         Returns:
             A ``Sample`` of ``B`` rows.
@@ -341,8 +344,44 @@ class Holder(Generic[State]):
                 options.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxbuf
+            >>> buffer = jaxbuf.ItemBuffer.create(
+            ...     jnp.float32(0), capacity=8, sampler=jaxbuf.Prioritized()
+            ... )
+            >>> holder = jaxbuf.Holder(buffer)
+            >>> holder.add(jnp.arange(4.0), priority=jnp.array([1.0, 1.0, 2.0, 4.0]))
+            >>> batch = holder.sample(jax.random.key(0), 4, beta=0.4)
+            >>> batch.data.shape, batch.weights.shape, float(batch.weights.max())
+            ((4,), (4,), 1.0)
         """
-        return self._sample(key, batch_size, least, timeout, options, lambda _, batch: batch)
+        options = given(options, ("normalize",))
+        check_options(self._state, "sample", options)
+        # Before it waits.
+        check_weighing(*map(options.get, ("beta", "normalize", "within"), (None, ..., None)))
+        rows = needs = check_batch_size(batch_size)
+        asks_for_rows = asks = f"batch_size asks for {rows} rows at a time"
+        if least is not None:
+            needs = check_count("least", least)
+            asks = f"least asks for {needs} rows at a time"
+        length = options.get("sequence_length")
+        if length is not None:
+            length = check_count("sequence_length", length)
+        buffer = as_buffer(self._state)
+        buffer.check_room(asks, needs, length)
+        _check_rate(self._limiter, asks_for_rows, "can_sample", rows)
+        inner, _ = buffer.inside()
+        if not (owns_items(inner) and inner.num_envs):
+            length = None
+        request = _Request(asks, False, rows, needs, length)
+        with self._turn("sample") as signals:
+            self._wait_for(signals, request, timeout)
+            batch = doors.sample(self._state, key, batch_size, **options)
+            if self._limiter is not None:
+                self._count(request)
+                self._wake()
+            return batch
 
     def sample_with_weights(
         self,
@@ -355,10 +394,7 @@ class Holder(Generic[State]):
         timeout: float | None = None,
         **options: Any,
     ) -> tuple[Sample, Floats]:
-        """Samples as ``sample`` does; also returns the importance weights of the rows.
-
-        Weights depend on the buffer as it was when the batch was drawn. Between two calls another
-        thread may change it; this is one call.
+        """Deprecated: ``sample(key, batch_size, beta=beta)`` returns them as ``batch.weights``.
 
         Args:
             key: As for ``sample``.
@@ -376,23 +412,16 @@ class Holder(Generic[State]):
             ValueError: As for ``sample`` and ``jaxbuf.importance_weights``.
             TimeoutError: If there was not enough in time.
             Stopped: If the holder was stopped, before or meanwhile.
-
-        Example:
-            >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> buffer = jaxbuf.ItemBuffer.create(
-            ...     jnp.float32(0), capacity=8, sampler=jaxbuf.Prioritized()
-            ... )
-            >>> holder = jaxbuf.Holder(buffer)
-            >>> holder.add(jnp.arange(4.0), priority=jnp.array([1.0, 1.0, 2.0, 4.0]))
-            >>> batch, weights = holder.sample_with_weights(jax.random.key(0), 4, beta=0.4)
-            >>> batch.data.shape, weights.shape, float(weights.max())
-            ((4,), (4,), 1.0)
         """
-
-        def weigh(state: Any, batch: Sample) -> tuple[Sample, Floats]:
-            return batch, importance_weights(state, batch, beta, normalize)
-
-        return self._sample(key, batch_size, least, timeout, options, weigh)
+        warnings.warn(
+            "sample_with_weights goes in version 0.5; use holder.sample(key, batch_size, "
+            "beta=beta), which returns the weights as batch.weights",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        options |= {"beta": beta, "normalize": normalize}
+        batch = self.sample(key, batch_size, least=least, timeout=timeout, **options)
+        return batch.replace(weights=None), batch.weights
 
     def update_priority(
         self, slots: Slots, priority: Floats, *, timeout: float | None = None, **options: Any
@@ -515,42 +544,6 @@ class Holder(Generic[State]):
             rows = _count_rows(self._state, items, mask, part)
             _check_rate(self._limiter, f"items asks for {rows} rows at a time", "can_insert", rows)
         return _Request(f"items asks for {needs or rows} rows at a time", True, rows, needs)
-
-    def _sample(
-        self,
-        key: Key,
-        batch_size: int,
-        least: int | None,
-        timeout: float | None,
-        options: dict[str, Any],
-        finish: Callable[[Any, Sample], Result],
-    ) -> Result:
-        """Samples as soon as it can; returns ``finish(state, batch)``."""
-        options = {name: value for name, value in options.items() if value is not None}
-        check_options(self._state, "sample", options)
-        rows = needs = check_batch_size(batch_size)
-        asks_for_rows = asks = f"batch_size asks for {rows} rows at a time"
-        if least is not None:
-            needs = check_count("least", least)
-            asks = f"least asks for {needs} rows at a time"
-        length = options.get("sequence_length")
-        if length is not None:
-            length = check_count("sequence_length", length)
-        buffer = as_buffer(self._state)
-        buffer.check_room(asks, needs, length)
-        _check_rate(self._limiter, asks_for_rows, "can_sample", rows)
-        inner, _ = buffer.inside()
-        if not (owns_items(inner) and inner.num_envs):
-            length = None
-        request = _Request(asks, False, rows, needs, length)
-        with self._turn("sample") as signals:
-            self._wait_for(signals, request, timeout)
-            batch = doors.sample(self._state, key, batch_size, **options)
-            result = finish(self._state, batch)
-            if self._limiter is not None:
-                self._count(request)
-                self._wake()
-            return result
 
     def _limiter_now(self) -> Any:
         """Returns the limiter at the present time; the caller has the lock."""

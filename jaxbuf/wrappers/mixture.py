@@ -24,14 +24,21 @@ from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.buffer import By, Share, as_buffer, check_options
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.queue import Queue
-from jaxbuf.buffers.sample import Contents, DrawnBuffer, Sample
+from jaxbuf.buffers.sample import (
+    Contents,
+    DrawnBuffer,
+    Normalization,
+    Sample,
+    Within,
+    weighed,
+)
 from jaxbuf.buffers.slotted import (
     AddOptions,
     Envs,
     InsertOptions,
     PartOptions,
-    SampleOptions,
     SlottedBuffer,
+    WindowOptions,
 )
 from jaxbuf.core import checks, storage, trees
 from jaxbuf.core.describe import Described
@@ -79,7 +86,7 @@ class Mixture(SlottedBuffer, Described):
     part's share of the batch, times the probability within the part. ``importance_weights`` are
     therefore relative to a uniform draw from the items of all parts, whatever their samplers. If
     the ratios are to remain, weigh the rows within their parts:
-    ``importance_weights(..., within="part")``.
+    ``sample(..., beta=, within="part")``.
 
     An empty part returns rows that are not valid, and the other parts are not affected, so that
     shapes and the numbers of rows do not depend on the contents of the parts. Use ``can_sample``
@@ -355,13 +362,27 @@ class Mixture(SlottedBuffer, Described):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
         return self._with_part(i, buffer)
 
-    def sample(self, key: Key, batch_size: int, **options: Unpack[SampleOptions]) -> Sample:
+    def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        key: Key,
+        batch_size: int,
+        *,
+        beta: float | Number | None = None,
+        normalize: Normalization = ...,
+        within: Within | None = None,
+        **options: Unpack[WindowOptions],
+    ) -> Sample:
         """Draws a batch with an exact number of rows from each part.
 
         Args:
             key: A PRNG key.
             batch_size: The number of rows ``B``; static.
-            **options: Options of the parts' own ``sample``, the same for all parts.
+            beta: The strength of importance weights, which are ``batch.weights`` then; it may be
+                traced.
+            normalize: As for ``jaxbuf.importance_weights``; static.
+            within: ``"part"`` weighs rows within their parts, as ``jaxbuf.importance_weights``
+                says; static.
+            **options: Other options of the parts' own ``sample``, the same for all parts.
 
         Returns:
             A ``Sample``. Rows that a part cannot draw have ``valid`` False, probability 0 and index
@@ -369,7 +390,9 @@ class Mixture(SlottedBuffer, Described):
 
         Raises:
             ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
-                key, a part is a ``Queue``, or a part does not take one of the options.
+                key, a part is a ``Queue``, a part does not take one of the options, or ``beta``,
+                ``normalize`` or ``within`` is not legal, or one of the last two is given without
+                ``beta``.
         """
         rows = check_batch_size(batch_size)
         key = check_key(key)
@@ -383,15 +406,24 @@ class Mixture(SlottedBuffer, Described):
         if self.varying:
             return self.sample_some(key, rows, jnp.int32(0), jnp.int32(rows), **options)
         keys = jax.random.split(key, len(self.parts))
-        return self._batch(
+        batch = self._batch(
             {
                 i: self.parts[i].sample(keys[i], count, **options)
                 for i, count in enumerate(self.counts(rows))
                 if count > 0
             }
         )
+        return weighed(self, batch, beta, normalize, within)
 
-    def next_batch(self, key: Key, batch_size: int) -> tuple[Self, Sample]:
+    def next_batch(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        key: Key,
+        batch_size: int,
+        *,
+        beta: float | Number | None = None,
+        normalize: Normalization = ...,
+        within: Within | None = None,
+    ) -> tuple[Self, Sample]:
         """Draws the next batch, with an exact number of rows from the pass of each part.
 
         A part with the sampler ``Shuffled`` gives the next items of its own pass, and each of its
@@ -403,6 +435,9 @@ class Mixture(SlottedBuffer, Described):
         Args:
             key: A PRNG key.
             batch_size: The number of rows ``B``; static.
+            beta: As for ``sample``; weights are those of the mixture before this batch.
+            normalize: As for ``sample``.
+            within: As for ``sample``.
 
         Returns:
             The new mixture, and a ``Sample``. If fewer items than its rows are left in the pass of
@@ -410,7 +445,8 @@ class Mixture(SlottedBuffer, Described):
 
         Raises:
             ValueError: If ``batch_size`` is not an integer of at least 1, ``key`` is not a single
-                key, or a part has no ``next_batch``.
+                key, a part has no ``next_batch``, or the weights cannot be computed, as for
+                ``sample``.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
@@ -438,7 +474,8 @@ class Mixture(SlottedBuffer, Described):
         for i, count in enumerate(self.counts(rows)):
             if count > 0:
                 parts[i], samples[i] = _next_of(parts[i], keys[i], count)
-        return self.replace(parts=tuple(parts)), self._batch(samples)
+        batch = weighed(self, self._batch(samples), beta, normalize, within)
+        return self.replace(parts=tuple(parts)), batch
 
     def sample_some(
         self, key: Key, batch_size: int, begin: Count, count: Count, **options: Any

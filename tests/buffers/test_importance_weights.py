@@ -1,5 +1,7 @@
 """Importance weights against float64, in every normalization."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from tests import operations
 from tests.models import items as reference
 
 NORMALIZATIONS = ("batch", "buffer", "mean", None)
@@ -50,6 +53,14 @@ def every_weight(buffer, sample, beta):
     } | {"none": jaxbuf.importance_weights(buffer, sample, beta, None)}
 
 
+@jax.jit
+def every_draw(buffer, beta):
+    return {
+        normalize or "none": buffer.sample(jax.random.key(0), 32, beta=beta, normalize=normalize)
+        for normalize in NORMALIZATIONS
+    }
+
+
 @pytest.mark.parametrize("name", list(SAMPLERS))
 def test_weights_are_those_of_float64(name):
     sampler = SAMPLERS[name]
@@ -58,8 +69,11 @@ def test_weights_are_those_of_float64(name):
     everyone, valid = law(sampler, PRIORITIES), np.asarray(sample.valid)
     drawn = everyone[np.asarray(sample.data)[valid]]
     for beta in (0.0, 0.4, 1.0):
+        draws = every_draw(buffer, jnp.float32(beta))
         for normalize, weights in every_weight(buffer, sample, jnp.float32(beta)).items():
             assert (weights.shape, weights.dtype) == ((32,), np.float32)
+            np.testing.assert_array_equal(draws[normalize].data[valid], sample.data[valid])
+            np.testing.assert_array_max_ulp(draws[normalize].weights, weights, 2)
             how = None if normalize == "none" else normalize
             expected = reference.importance_weights(drawn, everyone, beta, how)
             np.testing.assert_allclose(weights[valid], expected, rtol=1e-5, err_msg=normalize)
@@ -254,3 +268,81 @@ def test_an_item_that_is_never_drawn_has_no_weight():
     for normalize, weights in every_weight(buffer, batch, jnp.float32(0.5)).items():
         assert weights[1] == 0
         np.testing.assert_array_equal(weights[jnp.array([0, 2])], expected[normalize])
+
+
+DRAWS = {
+    "uniform": {},
+    "prioritized-mix": {},
+    "softmax-distinct": {},
+    "shuffled": {},
+    "stale": {},
+    "recent": {},
+    "varying": {},
+    "windows-prioritized": {},
+    "windows-balanced": {},
+    "windows-removable": {},
+    "mixture": {"within": "part"},
+}
+
+
+@pytest.mark.parametrize("name", list(DRAWS))
+def test_a_draw_returns_the_weights_of_the_same_state(name):
+    """By both methods and their functions, for a ``beta`` that is traced or known."""
+    (buffer, _), options = operations.concrete(name), DRAWS[name]
+    key, rows = jax.random.key(3), operations.BATCH
+    draws = [
+        jaxbuf.sample(buffer, key, rows, beta=0.7, **options),
+        jaxbuf.sample(buffer, key, rows, beta=jnp.float32(0.7), normalize="buffer", **options),
+        jax.jit(lambda buffer, beta: buffer.sample(key, rows, beta=beta, normalize="mean"))(
+            buffer, 0.7
+        ),
+        jaxbuf.next_batch(buffer, key, rows, beta=0.7, normalize=None, donate=False, **options)[1],
+    ]
+    for batch, normalize in zip(draws, ("batch", "buffer", "mean", None), strict=True):
+        given = options if normalize != "mean" else {}
+        weights = jaxbuf.importance_weights(buffer, batch, 0.7, normalize, **given)
+        np.testing.assert_array_max_ulp(batch.weights, weights, 2)
+    plain = jaxbuf.sample(buffer, key, rows)
+    chex.assert_trees_all_equal(draws[0].replace(weights=None), plain)
+    assert plain.weights is None
+    assert len(jax.tree.leaves(plain)) == len(jax.tree.leaves(draws[0])) - 1
+
+
+def test_other_samples_have_no_weights():
+    rings, batch = operations.concrete("windows-prioritized")
+    others = [rings.get(batch.slots), rings.latest(2), rings.sample_range(jax.random.key(0), 2)]
+    assert all(other.weights is None for other in others)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalize": "batch"}, "normalize was given without beta; pass beta="),
+        ({"normalize": None}, "normalize was given without beta; pass beta="),
+        ({"within": "part"}, "within was given without beta; pass beta="),
+        ({"normalize": "max"}, "normalize is 'max'; choose"),
+        ({"beta": 0.4, "normalize": 3}, "normalize is 3; choose"),
+        ({"beta": 0.4, "within": "parts"}, "within is 'parts'; choose"),
+        ({"beta": float("nan")}, "beta is nan; expected a finite number"),
+        ({"beta": "batch"}, "beta is 'batch'; expected a finite number"),
+        ({"beta": jnp.ones(3)}, r"beta has shape \(3,\); expected \(\), which is one number"),
+    ],
+)
+def test_options_of_weights_that_make_no_sense(options, message):
+    buffer, key = filled(SAMPLERS["default"], PRIORITIES), jax.random.key(0)
+    for draw in (
+        lambda: buffer.sample(key, 4, **options),
+        lambda: jaxbuf.sample(buffer, key, 4, **options),
+        lambda: jaxbuf.next_batch(buffer, key, 4, **options),
+        lambda: jaxbuf.Mixture.create([buffer], [1]).sample(key, 4, **options),
+        lambda: jaxbuf.Holder(buffer).sample(key, 4, **options),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw()
+
+
+def test_a_buffer_without_probabilities_has_no_weights():
+    queue, key = jaxbuf.Queue.create(jnp.int32(0), 4), jax.random.key(0)
+    for draw in (queue.sample, functools.partial(jaxbuf.sample, queue)):
+        with pytest.raises(ValueError, match=r"use take\(batch_size\)"):
+            draw(key, 2, beta=0.4)

@@ -134,9 +134,8 @@ def test_a_whole_buffer_may_be_differentiated():
     buffer, _ = operations.concrete("prioritized")
 
     def loss(buffer):
-        batch = buffer.sample(jax.random.key(0), 4)
-        weights = jaxbuf.importance_weights(buffer, batch, 0.5)
-        return jnp.sum(weights * batch.probability * batch.data["reward"])
+        batch = buffer.sample(jax.random.key(0), 4, beta=0.5)
+        return jnp.sum(batch.weights * batch.probability * batch.data["reward"])
 
     slope = jax.grad(loss, allow_int=True)(buffer)
     assert slope.data["reward"].any()

@@ -73,7 +73,7 @@ def step(buffer, items, key):
     buffer = buffer.add(items, mask=items["at"] % 5 > 0)
     priority = first.data["obs"][:, 0] % 7 + 0.5
     buffer = buffer.update_priority(first.slots, priority, mask=first.valid)
-    second = buffer.sample(jax.random.fold_in(key, 1), 64)
+    second = buffer.sample(jax.random.fold_in(key, 1), 64, beta=0.5, normalize="buffer")
     weights = [
         jaxbuf.importance_weights(buffer, second, 0.5, normalize)
         for normalize in ("batch", "buffer", "mean", None)
@@ -575,10 +575,9 @@ def test_without_exchange_means_are_unbiased():
     @jax.jit
     def means(buffer, keys):
         def one(_, key):
-            batch = buffer.sample(key, 64)
-            weight = jaxbuf.importance_weights(buffer, batch, 1.0, None)
+            batch = buffer.sample(key, 64, beta=1.0, normalize=None)
             f = jnp.asarray(value, jnp.float32).at[batch.data["at"]].get()
-            return (), jnp.mean(weight * f)
+            return (), jnp.mean(batch.weights * f)
 
         return jax.lax.scan(one, (), keys)[1]
 

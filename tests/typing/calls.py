@@ -59,6 +59,9 @@ jaxbuf.add(items, {"a": np.zeros(4)}, priority=np.zeros(4))
 jaxbuf.sample(rings, key, 4, sequence_length=3)
 jaxbuf.sample(mixture, key, 4)
 jaxbuf.next_batch(items, key, 4, donate=False)
+weights: Array = jaxbuf.sample(mixture, key, 4, beta=0.4, within="part", normalize=None).weights * x
+jaxbuf.next_batch(hosted, key, 4, beta=jnp.float32(0.4), donate=False)
+rings.sample(key, 4, sequence_length=3, beta=0.4, normalize="mean")
 jaxbuf.insert(items, x, priority=x, donate=False)
 jaxbuf.update_priority(items, slots, x, mask=x > 0, donate=False)
 jaxbuf.update_priority(items, slots, np.zeros(4))
@@ -78,6 +81,8 @@ jaxbuf.sample(rings, key, 4, sequence_lenght=3)  # wrong
 jaxbuf.sample(mixture, key, 4, sequence_lenght=3)  # wrong
 jaxbuf.sample(hosted, key, 4, sequence_lenght=3)  # wrong
 jaxbuf.next_batch(items, key, 4, donat=False)  # wrong
+jaxbuf.sample(items, key, 4, beta=0.4, normalize="max")  # wrong
+items.sample(key, 4, 0.4)  # wrong
 jaxbuf.insert(items, x, piority=x)  # wrong
 jaxbuf.insert(sharded, x, piority=x)  # wrong
 jaxbuf.update_priority(items, slots, x, maks=x)  # wrong

@@ -239,7 +239,6 @@ SLOT = jaxbuf.Slots(np.zeros(1, np.int32), np.zeros(1, np.uint32))
 CALLS = {
     "add": lambda holder: holder.add(integers(9)),
     "sample": lambda holder: holder.sample(jax.random.key(0), 1),
-    "sample_with_weights": lambda holder: holder.sample_with_weights(jax.random.key(0), 1, 0.5),
     "update_priority": lambda holder: holder.update_priority(SLOT, np.ones(1, "f4")),
     "take": lambda holder: holder.take(1),
     "apply": lambda holder: holder.apply(lambda state: (state, None)),
@@ -270,7 +269,7 @@ def test_no_call_comes_within_another_one(outer, inner):
         "read": lambda: holder.read(within),
         "when": lambda: holder.apply(lambda state: (state, None), when=within),
     }[outer]
-    name = inner.removesuffix("_with_weights").removesuffix(" when")
+    name = inner.removesuffix(" when")
     message = f"holder.{name} was called within holder.{outer.replace('when', 'apply')}, which"
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
@@ -648,16 +647,17 @@ def test_weights_are_of_the_state_that_was_sampled(threads):
     actor = threads.submit(act)
     for number in range(40):
         key = jax.random.key(number)
-        batch, weights = holder.sample_with_weights(key, 4, 1.0, None, timeout=LIMIT)
+        batch = holder.sample(key, 4, beta=1.0, normalize=None, timeout=LIMIT)
         assert batch.data.shape == (4,)
-        np.testing.assert_allclose(weights, 1.0, rtol=1e-5)
+        np.testing.assert_allclose(batch.weights, 1.0, rtol=1e-5)
     holder.stop()
     with contextlib.suppress(Stopped):
         actor.result(LIMIT)
 
 
 @pytest.mark.parametrize("normalize", ["buffer", None])
-def test_weights_with_a_limiter_and_options(normalize):
+@pytest.mark.parametrize("deprecated", [False, True])
+def test_weights_with_a_limiter_and_options(normalize, deprecated):
     def create():
         return rings(8, 2, sampler=jaxbuf.Prioritized())
 
@@ -665,7 +665,15 @@ def test_weights_with_a_limiter_and_options(normalize):
     rows, priority = jnp.arange(8, dtype=jnp.int32).reshape(2, 4), jnp.arange(1.0, 9.0)
     holder.add(rows, priority=priority.reshape(2, 4))
     key, options = jax.random.key(0), {"sequence_length": 3}
-    batch, weights = holder.sample_with_weights(key, 4, 0.4, normalize, timeout=0, **options)
+    if deprecated:
+        with pytest.warns(DeprecationWarning, match="goes in version 0.5; use holder.sample"):
+            batch, weights = holder.sample_with_weights(
+                key, 4, 0.4, normalize, timeout=0, **options
+            )
+        assert batch.weights is None
+    else:
+        batch = holder.sample(key, 4, beta=0.4, normalize=normalize, timeout=0, **options)
+        weights = batch.weights
     buffer = jaxbuf.add(create(), rows, priority=priority.reshape(2, 4))
     expected = jaxbuf.sample(buffer, key, 4, **options)
     np.testing.assert_array_equal(batch.data, expected.data)
@@ -721,8 +729,8 @@ BAD = [
     ),
     (lambda: items(2).take(1), "buffer is an ItemBuffer, which has no method take; it has"),
     (
-        lambda: items(2).sample_with_weights(jax.random.key(0), 3, 0.4),
-        "batch_size asks for 3 rows at a time",
+        lambda: items(2).sample(jax.random.key(0), 1, normalize="mean"),
+        "normalize was given without beta",
     ),
 ]
 

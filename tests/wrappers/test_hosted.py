@@ -63,7 +63,8 @@ def test_it_does_what_the_buffer_does_bit_for_bit_and_in_place(make, items):
     for i in range(8):
         plain, buffer = jaxbuf.add(plain, items(16 * i)), jaxbuf.add(buffer, items(16 * i))
         key = jax.random.key(i)
-        batch, ours = jaxbuf.sample(plain, key, 24), jaxbuf.sample(buffer, key, 24)
+        weighing = {"beta": 0.4, "normalize": None if i % 2 else "buffer"}
+        batch, ours = (jaxbuf.sample(one, key, 24, **weighing) for one in (plain, buffer))
         same(batch, ours)
         for normalize in ("batch", "buffer", "mean", None):
             expected = jaxbuf.importance_weights(plain, batch, 0.4, normalize)

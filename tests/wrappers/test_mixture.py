@@ -271,9 +271,10 @@ def test_rows_of_a_queue_are_taken_and_the_others_drawn(nested):
 
 def test_weights_beside_a_queue_follow_the_probabilities():
     mixture = queue_and_rest(2)
-    _, batch = mixture.next_batch(jax.random.key(0), 8)
     for normalize, divisor in ((None, 1.0), ("mean", 1.0), ("buffer", 1 / (10 * 0.75 / 8))):
+        _, batch = mixture.next_batch(jax.random.key(0), 8, beta=1.0, normalize=normalize)
         weights = jaxbuf.importance_weights(mixture, batch, 1.0, normalize)
+        np.testing.assert_array_max_ulp(batch.weights, weights, 2)
         np.testing.assert_allclose(weights, 1 / (10 * batch.probability) / divisor, rtol=1e-5)
     empty = queue_and_rest(0)
     assert int(empty.support().count) == 8
@@ -365,6 +366,10 @@ def test_weights_within_each_part_are_those_of_a_naive_model(case):
         expected = reference.weights_within_parts(laws, drawn, 0.6, normalize)
         weights = weights_of(buffer, sample, 0.6, normalize, within="part")
         np.testing.assert_allclose(weights, expected, rtol=2e-6)
+        options = {"beta": 0.6, "normalize": normalize, "within": "part"}
+        again = jaxbuf.sample(buffer, jax.random.key(4), rows, **options)
+        np.testing.assert_array_equal(again.data, sample.data)
+        np.testing.assert_allclose(again.weights, expected, rtol=2e-6)
 
 
 def test_weights_of_rows_that_a_queue_gave():

@@ -105,8 +105,8 @@ def arguments(name, buffer, slots):
     return {
         "add": ((flat(4),), of_items | part) if part else ((steps(buffer.num_envs),), {}),
         "insert": ((flat(4),), of_items | part),
-        "sample": ((KEY, ROWS), {}),
-        "next_batch": ((KEY, ROWS), {}),
+        "sample": ((KEY, ROWS), {"beta": 0.5, "normalize": None}),
+        "next_batch": ((KEY, ROWS), {"beta": 0.5, "normalize": "mean", "within": "part"}),
         "update_priority": ((slots, number), {"mask": mask}),
         "set_field": (("x", slots, number[:, None]), {"mask": mask}),
         "map_field": (("x", negative), {"batch_size": 4}),

@@ -172,8 +172,9 @@ def test_metrics_are_those_of_all_shards(buffer):
 
 @pytest.mark.parametrize("normalize", ["batch", "buffer", "mean", None])
 def test_importance_weights_by_their_definition(buffer, normalize):
-    batch = jaxbuf.sample(buffer, jax.random.key(0), 16)
+    batch = jaxbuf.sample(buffer, jax.random.key(0), 16, beta=0.4, normalize=normalize)
     got = jaxbuf.importance_weights(buffer, batch, 0.4, normalize)
+    np.testing.assert_array_max_ulp(batch.weights, got, 2)
     mass = np.arange(S * N) % 7
     p = mass[np.asarray(batch.data["at"])] / mass.sum()
     weight = (S * N * p) ** -0.4

@@ -21,7 +21,7 @@ from jaxbuf.buffers.arguments import (
 )
 from jaxbuf.buffers.buffer import By, check_options
 from jaxbuf.buffers.operation import Operation
-from jaxbuf.buffers.sample import Contents, Sample, StepsAround
+from jaxbuf.buffers.sample import Contents, Normalization, Sample, StepsAround, Within, weighed
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SlottedBuffer
 from jaxbuf.core import checks, sizes, trees
@@ -29,7 +29,7 @@ from jaxbuf.core.program import is_outside, program
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Arrays, Count, Flag, Function, Key
+from jaxbuf.core.types import Arrays, Count, Flag, Function, Key, Number
 from jaxbuf.strategies.protocols import Sampler, Support
 from jaxbuf.wrappers.sharded import operations as on_shards
 from jaxbuf.wrappers.sharded import sampling
@@ -271,26 +271,37 @@ class Sharded(SlottedBuffer, ShardedFields):
         return on_shards.change_sampler(self, lambda shard: shard.with_sampler(sampler))
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, key: Key, batch_size: int
+        self,
+        key: Key,
+        batch_size: int,
+        *,
+        beta: float | Number | None = None,
+        normalize: Normalization = ...,
+        within: Within | None = None,
     ) -> Sample:
         """Draws a batch from all shards.
 
         Args:
             key: A PRNG key; if devices have different keys, the key of the first shard is used.
             batch_size: The total number of rows ``B``, a multiple of ``S``; static.
+            beta: The strength of importance weights, which are ``batch.weights`` then; it may be
+                traced.
+            normalize: As for ``jaxbuf.importance_weights``; static.
+            within: As for ``jaxbuf.importance_weights``; static.
 
         Returns:
             A ``Sample`` whose rows are sharded over the axis. Slots are numbered through all
             shards.
 
         Raises:
-            ValueError: If ``batch_size`` is not a multiple of ``S``, or ``key`` is not a single
-                key.
+            ValueError: If ``batch_size`` is not a multiple of ``S``, ``key`` is not a single key,
+                or ``beta``, ``normalize`` or ``within`` is not legal, or one of the last two is
+                given without ``beta``.
         """
         rows = check_batch_size(batch_size)
         key = check_key(key)
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
-        return sampling.sample(self, key, rows)
+        return weighed(self, sampling.sample(self, key, rows), beta, normalize, within)
 
     def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Performs an operation in each shard, with the slots of its own items.
