@@ -92,6 +92,14 @@ def on_device(tree: Tree) -> Tree:
     return jax.tree.map(jnp.asarray, owned(tree))
 
 
+def strongly_typed(tree: Tree) -> Tree:
+    """Returns the tree with strong types in place of the weak ones that Python numbers trace as.
+
+    A scan or a checkpoint turns weak types into strong ones: another trace for the same program.
+    """
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=leaf.dtype), tree)
+
+
 def plain(tree: object) -> Any:
     """Returns the tree with dicts, which JAX sorts by key, in place of all other mappings.
 

@@ -7,8 +7,11 @@ from jaxbuf.core import exporting
 from jaxbuf.interop.brax_env import FinalObs, brax_transitions
 from jaxbuf.interop.gymnasium_env import VectorStep, gymnasium_transitions, transition_like
 from jaxbuf.interop.gymnax_env import GymnaxState, gymnax_reset, gymnax_step, rollout
+from jaxbuf.interop.resets import EnvState, EnvStep, with_resets
 
 __all__ = [
+    "EnvState",
+    "EnvStep",
     "FinalObs",
     "GymnaxState",
     "VectorStep",
@@ -18,6 +21,7 @@ __all__ = [
     "gymnax_step",
     "rollout",
     "transition_like",
+    "with_resets",
 ]
 
 exporting.register_all()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, PyTree, Shaped
 
+from jaxbuf.core import trees
 from jaxbuf.core.checks import name_of
 from jaxbuf.core.random import check_key
 from jaxbuf.core.sizes import check_count
@@ -41,7 +42,7 @@ def gymnax_reset(env: Any, params: PyTree, key: Key, num_envs: int) -> GymnaxSta
         The states of the environments, with their first observations.
     """
     obs, inner = jax.vmap(env.reset, in_axes=(0, None))(jax.random.split(key, num_envs), params)
-    return GymnaxState(obs=_strongly_typed(obs), inner=_strongly_typed(inner))
+    return GymnaxState(*trees.strongly_typed((obs, inner)))
 
 
 def gymnax_step(
@@ -89,9 +90,9 @@ def gymnax_step(
         "reward": reward.astype(jnp.float32),
         "terminated": terminated,
         "truncated": truncated,
-        "next_obs": _strongly_typed(info["final_observation"]),
+        "next_obs": trees.strongly_typed(info["final_observation"]),
     }
-    return GymnaxState(obs=_strongly_typed(obs), inner=_strongly_typed(inner)), transitions
+    return GymnaxState(*trees.strongly_typed((obs, inner))), transitions
 
 
 def rollout(
@@ -131,9 +132,3 @@ def rollout(
     num_steps = check_count("num_steps", num_steps)
     carry, steps = jax.lax.scan(step, carry, jax.random.split(key, num_steps))
     return carry, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), steps)
-
-
-def _strongly_typed(tree: PyTree) -> PyTree:
-    # Python numbers in a state trace as weak types, which a scan or a checkpoint turns into
-    # strong ones: another trace for the same program.
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=leaf.dtype), tree)
