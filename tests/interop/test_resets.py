@@ -25,17 +25,18 @@ def number(key):
 
 def reset(key):
     """An episode has a number, and each observation one of its own, from the key that made it."""
+    own_key = jax.random.fold_in(key, 1)
     episode = number(key)
-    return {"episode": episode, "seen": episode}, (0, episode, key)
+    return {"episode": episode, "seen": episode}, (0, episode, own_key)
 
 
 def step(key, state, action):
-    count, episode, first_key = state
+    count, episode, own_key = state
     count = count + 1
     fails, stops = ends(count, episode)
     reward = (count * action).astype(jnp.float16)
     seen = {"episode": episode, "seen": number(key)}
-    return seen, (count, episode, first_key), reward, fails, stops
+    return seen, (count, episode, own_key), reward, fails, stops
 
 
 def ends(count, episode):
@@ -272,7 +273,7 @@ def test_other_bad_input():
 
 @pytest.mark.parametrize("resets", [None, 1])
 def test_each_device_has_environments_of_its_own(resets):
-    envs, last, out = check(play(resets), [jax.random.key(0)])
+    envs, last, out = check(play(resets), [jax.random.PRNGKey(0)])
     assert isinstance(last, EnvState)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), envs) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), last
