@@ -48,13 +48,13 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-22s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo  ## train DQN with prioritized replay on CartPole (ARGS: its options, e.g. --help)
-	@$(RUN) -m jaxbuf.examples.dqn $(ARGS)
+	@$(RUN) examples/dqn.py $(ARGS)
 
 # Open MPI starts no more ranks than there are cores unless told to; MPICH does.
 demo-mpi: export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 demo-mpi: export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 demo-mpi: $(STAMPS)/demo $(MPI_STAMP)  ## train GFlowNets on several ranks with a shared buffer (RANKS: how many; ARGS)
-	@$(or $(MPIEXEC),.venv/bin/mpiexec) -n $(RANKS) $(RUN) -m jaxbuf.examples.gflownet_mpi $(ARGS)
+	@$(or $(MPIEXEC),.venv/bin/mpiexec) -n $(RANKS) $(RUN) examples/gflownet_mpi.py $(ARGS)
 
 test: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the tests of the library and its pages, 10 to 20 minutes (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
 	@MPI=$(MPI) $(PYTEST) -m "not slow" $(ARGS)
@@ -121,7 +121,8 @@ $(STAMPS)/python:
 	@PYTHON="$(PYTHON)" GOAL="$(MAKECMDGOALS)" scripts/make_venv.sh
 	@mkdir -p $(STAMPS) && touch $@
 
-$(MPI_STAMP): | $(STAMPS)/test
+# Each target that needs MPI installs jaxlib before, whose headers mpi4jax is built with.
+$(MPI_STAMP): | $(STAMPS)/python
 	@rm -f $(STAMPS)/mpi*
 	@scripts/install_mpi.sh
 	@touch $@

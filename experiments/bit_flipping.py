@@ -1,7 +1,7 @@
 """Bit flipping with and without hindsight: ``python -m experiments.bit_flipping``.
 
 Follows figure 1 of Andrychowicz et al., "Hindsight Experience Replay" (2017), with the agent of
-``jaxbuf.examples.bit_flipping``: the success rate of greedy episodes over the number of bits.
+``examples/bit_flipping.py``: the success rate of greedy episodes over the number of bits.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from typing import Any
 
 import tyro
 
+import bit_flipping
 from experiments import common
-from jaxbuf.examples import bit_flipping
 
 
 @dataclasses.dataclass(frozen=True)

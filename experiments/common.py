@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from jaxbuf.examples import _run
+from common import Run  # of the examples
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 # Okabe and Ito's colors, which people with any kind of color blindness can tell apart.
@@ -32,7 +32,7 @@ def train(main: Callable[[Sequence[str]], int], words: Sequence[Any], folder: Pa
     resume = ("--resume",) if (folder / "checkpoint").exists() else ()
     if status := main([*map(str, words), "--out", str(folder), *resume]):
         raise SystemExit(status)
-    return _run.Run(None, folder)
+    return Run(None, folder)
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

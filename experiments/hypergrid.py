@@ -1,6 +1,6 @@
 """GFlowNets on a hypergrid with four ways to replay: ``python -m experiments.hypergrid``.
 
-Trains ``jaxbuf.examples.gflownet``, on the grid of Bengio et al. (2021), with no replay, the latest
+Trains ``examples/gflownet.py``, on the grid of Bengio et al. (2021), with no replay, the latest
 terminal states, those of highest reward, and distinct ones of highest reward. All updates train on
 the same number of trajectories, half of which are replayed if there is a buffer.
 """
@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 import tyro
 
+import gflownet
 from experiments import common
-from jaxbuf.examples import gflownet
-from jaxbuf.examples._gflownet import Buffer
+from gflownet import Buffer
 
 KINDS = get_args(Buffer)
 NAMES = {

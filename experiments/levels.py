@@ -1,6 +1,6 @@
 """Prioritized levels against uniform ones, in random mazes: ``python -m experiments.levels``.
 
-Trains ``jaxbuf.examples.levels``, all seeds of both agents at once, and goes on from the checkpoint
+Trains ``examples/levels.py``, all seeds of both agents at once, and goes on from the checkpoint
 of a run that was interrupted. All other options are the example's own.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import tyro
 
+import levels
 from experiments import common
-from jaxbuf.examples import levels
 
 AGENTS = tuple(levels.AGENTS)
 MEASURES = {

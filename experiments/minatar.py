@@ -1,6 +1,6 @@
 """DQN on two games of MinAtar with three ways to replay: ``python -m experiments.minatar``.
 
-Trains ``jaxbuf.examples.dqn`` once for each game and way to replay, with all seeds at once, and
+Trains ``examples/dqn.py`` once for each game and way to replay, with all seeds at once, and
 goes on from the checkpoint of a run that was interrupted. A larger ``--steps`` trains finished runs
 for longer.
 """
@@ -14,8 +14,8 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
+import dqn
 from experiments import common
-from jaxbuf.examples import dqn
 
 GAMES = ("Breakout", "SpaceInvaders")
 AGENTS = {

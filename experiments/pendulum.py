@@ -1,6 +1,6 @@
 """Soft actor-critic on Pendulum with and without priorities: ``python -m experiments.pendulum``.
 
-Trains ``jaxbuf.examples.sac`` once for each seed and way to replay, and goes on from the checkpoint
+Trains ``examples/sac.py`` once for each seed and way to replay, and goes on from the checkpoint
 of a run that was interrupted. All other options are the example's own.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
+import sac
 from experiments import common
-from jaxbuf.examples import sac
 
 AGENTS = ("uniform", "prioritized")
 

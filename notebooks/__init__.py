@@ -90,6 +90,8 @@ def execute(name: str, seconds: int) -> NotebookNode:
             connection_file=str(Path(folder) / "kernel.json"),
         )
         (Path(folder) / "empty").mkdir()
+        # Beside it, as in a clone.
+        (Path(folder) / "examples").symlink_to(FOLDER.parent / "examples")
         client = NotebookClient(
             notebook,
             km=kernel,

@@ -19,13 +19,17 @@
 
 # %%
 # install jaxbuf[examples]
+import sys
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxbuf
-from jaxbuf.examples.gflownet import Agent, Config
+
+sys.path.insert(0, "../examples")  # the scripts in the clone in which this notebook lies
+from gflownet import Agent, Config
 
 plt.rcParams["figure.dpi"] = 80
 
@@ -105,7 +109,7 @@ plt.show()
 # %% [markdown]
 # ## Training with and without
 #
-# We take `Agent` from `python -m jaxbuf.examples.gflownet`, which uses trajectory balance (Malkin
+# We take `Agent` from `examples/gflownet.py`, which uses trajectory balance (Malkin
 # et al., 2022). Each update trains on the same number of trajectories with a buffer and without.
 # With a buffer, half of them are replayed: terminal states are drawn from the buffer, and the
 # backward policy walks from them to the origin. Inside its jitted step, the agent uses its buffer

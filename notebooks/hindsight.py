@@ -18,13 +18,17 @@
 
 # %%
 # install jaxbuf[examples]
+import sys
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxbuf
-from jaxbuf.examples.bit_flipping import Agent, Config, reward
+
+sys.path.insert(0, "../examples")  # the scripts in the clone in which this notebook lies
+from bit_flipping import Agent, Config, reward
 
 plt.rcParams["figure.dpi"] = 80
 
@@ -32,7 +36,7 @@ plt.rcParams["figure.dpi"] = 80
 # ## Episodes in a buffer
 #
 # New goals come from other steps of the same episode, so each item is a whole episode, padded to a
-# common length. We take `Agent` from `python -m jaxbuf.examples.bit_flipping`, let it play for a
+# common length. We take `Agent` from `examples/bit_flipping.py`, let it play for a
 # while, and store its episodes.
 
 # %%

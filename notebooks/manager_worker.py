@@ -264,5 +264,5 @@ assert traffic["rows"] == sum(log[-1, 1] for log in logs)
 folder.cleanup()
 
 # %% [markdown]
-# For a whole experiment of this kind, run `mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi`, in
+# For a whole experiment of this kind, run `mpiexec -n 4 python examples/gflownet_mpi.py`, in
 # which GFlowNets share what they find, with and without waiting for answers.

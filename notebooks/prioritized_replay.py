@@ -22,6 +22,7 @@
 # %%
 # install jaxbuf[examples]
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxbuf
-from jaxbuf.examples.dqn import Agent, Config
+
+sys.path.insert(0, "../examples")  # the scripts in the clone in which this notebook lies
+from dqn import Agent, Config
 
 plt.rcParams["figure.dpi"] = 80
 
@@ -229,7 +232,7 @@ slopes
 # %% [markdown]
 # ## DQN on CartPole
 #
-# `jaxbuf.examples.dqn` is a complete agent: double DQN on a gymnax environment, with a prioritized
+# `examples/dqn.py` is a complete agent: double DQN on a gymnax environment, with a prioritized
 # `TrajectoryBuffer` and importance weights whose exponent is annealed to 1, all in one `lax.scan`.
 # Prioritized replay takes one argument when the buffer is created, and three lines of learning:
 #
@@ -240,7 +243,7 @@ slopes
 # buffer = buffer.update_priority(batch.slots, jnp.abs(error))
 # ```
 #
-# Here is a short run of both, with two seeds in one program. `python -m jaxbuf.examples.dqn` runs
+# Here is a short run of both, with two seeds in one program. `python examples/dqn.py` runs
 # more than ten times as long and solves the task.
 
 # %%

@@ -1,4 +1,4 @@
-"""A whole agent: the DQN of `jaxbuf.examples.dqn` on CartPole, with each library's buffer in it.
+"""A whole agent: the DQN of `examples/dqn.py` on CartPole, with each library's buffer in it.
 
 Four seeds in one program, as the example trains them: per iteration eight environments take a step,
 and a batch of 64 is drawn, learned from and given new priorities. What is compared, and why it is
@@ -19,7 +19,9 @@ learned by the end of the check; what they reached is said below the table.
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import flax.struct
@@ -41,6 +43,14 @@ CHECKED_STEPS = 100_000
 
 LEARNED = 100.0
 """Mean return that shows it: that of random actions is about 22, the largest 500."""
+
+
+def import_dqn() -> Any:
+    """The example, a script that imports what stands beside it."""
+    folder = str(Path(__file__).parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return import_library("dqn")
 
 
 def rows(options: Options) -> list[Row]:
@@ -85,7 +95,7 @@ class FlashbaxReplay(flax.struct.PyTreeNode):
 
     def update_priority(self, slots: Any, priority: jax.Array) -> "FlashbaxReplay":
         """Sets priorities; flashbax adds no epsilon of its own."""
-        dqn = import_library("jaxbuf.examples.dqn")
+        dqn = import_dqn()
         raised = priority + jnp.float32(dqn.PRIORITY_EPSILON)
         return self.replace(state=self.functions.set_priorities(self.state, slots.index, raised))
 
@@ -168,7 +178,7 @@ OTHERS: dict[str, Callable[[Any, Any], Any]] = {"flashbax": flashbax_replay, "no
 
 def make_agent(library: str) -> Any:
     """The agent of the example with the buffer of a library, or of none: "nothing"."""
-    dqn = import_library("jaxbuf.examples.dqn")
+    dqn = import_dqn()
     config = dqn.Config(seeds=SEEDS)
     if library not in OTHERS:
         return dqn.Agent(config)

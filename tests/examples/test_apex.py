@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.examples import apex
+import apex
 from tests.models import trajectory as reference
 from tests.programs.run_example import finish, logged
 
@@ -91,7 +91,7 @@ def test_nothing_runs_on_after_the_end(how, tmp_path):
     argv = words(tmp_path / "run", **more)
     with (tmp_path / "errors").open("w") as errors:
         learner = subprocess.Popen(
-            [sys.executable, "-m", "jaxbuf.examples.apex", *argv],
+            [sys.executable, apex.__file__, *argv],
             stderr=errors,
             start_new_session=True,
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.examples import bit_flipping
+import bit_flipping
 from tests.programs.run_example import error_of, finish, interrupt
 
 pytestmark = pytest.mark.usefixtures("promotion")
@@ -62,7 +62,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     again = finish(bit_flipping.main, ["--out", str(out), "--resume"], out)
     # It was last saved after 20 chunks of 24 episodes: of each of two seeds, with and without. The
     # first line comes after three more.
-    assert "2.21k/4.80k" in again.err.splitlines()[0]
+    assert "2.21k/4.80k" in again.err.splitlines()[1]
     assert (out / "log.csv").read_text() == (finished.folder / "log.csv").read_text()
     assert "success rates, log and checkpoint are in " in again.out
 

@@ -2,7 +2,14 @@
 
 import pytest
 
-from jaxbuf.examples import apex, bit_flipping, dqn, gflownet, gflownet_mpi, levels, r2d2, sac
+import apex
+import bit_flipping
+import dqn
+import gflownet
+import gflownet_mpi
+import levels
+import r2d2
+import sac
 from tests.programs.run_example import error_of, help_of
 
 ADVICE = {

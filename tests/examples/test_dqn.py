@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+import common
+import dqn
 import jaxbuf
-from jaxbuf.examples import _run, dqn
 from jaxbuf.interop import gymnax_reset
 from tests.programs.run_example import error_of, finish, interrupt, logged
 from tests.programs.tensorboard import events_of
@@ -64,7 +65,8 @@ def finished(tmp_path_factory, promotion):
 
 def test_progress_is_a_line_at_each_checkpoint_where_there_is_no_terminal(finished):
     assert "\r" not in finished.err
-    lines = finished.err.splitlines()
+    first, *lines = finished.err.splitlines()
+    assert first == "compiling"
     assert len(lines) == 10
     assert lines[-1].startswith("100%")
 
@@ -75,7 +77,7 @@ def test_progress_is_a_bar_in_a_terminal(tmp_path, monkeypatch):
             return True
 
     monkeypatch.setattr("sys.stderr", shown := Terminal())
-    run = _run.Run(dqn.Config(), tmp_path)
+    run = common.Run(dqn.Config(), tmp_path)
     state, seconds = run.train(0, lambda i: (i + 1, {"a": i}, "return 1"), done=0, until=3, size=1)
     assert (state, len(seconds)) == (3, 3)
     assert shown.getvalue().count("\n") == 1
@@ -120,7 +122,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch,
 
 def test_a_killed_run_goes_on_bit_for_bit(finished, tmp_path):
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "jaxbuf.examples.dqn", *words(out, "--tensorboard")]
+    command = [sys.executable, dqn.__file__, *words(out, "--tensorboard")]
     table = out / "log.csv"
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         # Within a tenth of the run, at whose end it is saved: what was logged since is lost.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxbuf.examples import dqn_sharded
+import dqn_sharded
 from tests.programs.processes import free_port, run_processes, start
 from tests.programs.run_example import logged
 
@@ -19,7 +19,7 @@ OPTIONS = {
 
 def words(out, **more):
     given = [(f"--{name.replace('_', '-')}", value) for name, value in (OPTIONS | more).items()]
-    return ("-m", "jaxbuf.examples.dqn_sharded", *sum(given, ()), "--out", out)
+    return (dqn_sharded.__file__, *sum(given, ()), "--out", out)
 
 
 @pytest.fixture(scope="module")

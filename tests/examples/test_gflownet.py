@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxbuf.examples import gflownet
-from jaxbuf.examples._hypergrid import HyperGrid, pick
+import gflownet
+from gflownet import HyperGrid, pick
 from tests.programs.run_example import error_of, finish, interrupt
 
 pytestmark = pytest.mark.usefixtures("promotion")

@@ -14,8 +14,8 @@ from tests.programs.run_example import error_of, help_of
 
 pytest.importorskip("mpi4jax")
 
-from jaxbuf.examples import gflownet_mpi
-from jaxbuf.examples._hypergrid import HyperGrid
+import gflownet_mpi
+from gflownet import HyperGrid
 from jaxbuf.mpi import Manager
 
 QUICK = {
@@ -32,7 +32,6 @@ QUICK = {
     "--background": "0.1",
     "--lr": "0.01",
 }
-MODULE = "jaxbuf.examples.gflownet_mpi"
 # Optax mixes dtypes and ranks.
 LENIENT = {"JAX_NUMPY_DTYPE_PROMOTION": "standard", "JAX_NUMPY_RANK_PROMOTION": "allow"}
 
@@ -41,7 +40,7 @@ LENIENT = {"JAX_NUMPY_DTYPE_PROMOTION": "standard", "JAX_NUMPY_RANK_PROMOTION": 
 def test_all_ranks_find_all_modes(tmp_path):
     out = tmp_path / "run"
     words = itertools.chain.from_iterable(QUICK.items())
-    first, *others = run_ranks(3, MODULE, *words, "--out", out, env=LENIENT)
+    first, *others = run_ranks(3, gflownet_mpi.__file__, *words, "--out", out, env=LENIENT)
 
     header, _, *rows = first.stdout.splitlines()[:6]
     assert " ".join(header.split()) == (
@@ -73,7 +72,7 @@ def test_all_ranks_find_all_modes(tmp_path):
 def test_a_folder_of_somebody_else_is_refused_once(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RanksFailedError) as failure:
-        run_ranks(2, MODULE, "--out", tmp_path)
+        run_ranks(2, gflownet_mpi.__file__, "--out", tmp_path)
 
     said = "".join(output.stderr for output in failure.value.ranks)
     assert said.count("choose another --out") == 1
@@ -139,7 +138,7 @@ def _missing(name):
 
 
 def test_one_rank_says_how_to_start_more(capsys):
-    advice = "start several with `mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi`"
+    advice = "start several with `mpiexec -n 4 python examples/gflownet_mpi.py`"
     assert advice in error_of(gflownet_mpi, [], capsys)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.examples import levels
+import levels
 from tests.programs.run_example import finish, interrupt, logged
 
 pytestmark = pytest.mark.usefixtures("promotion")

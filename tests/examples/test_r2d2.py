@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbuf.examples import r2d2
+import r2d2
 from tests.programs.run_example import finish, interrupt, logged
 
 pytestmark = pytest.mark.usefixtures("promotion")

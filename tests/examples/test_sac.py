@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.examples import sac
+import sac
 from jaxbuf.interop import transition_like
 from tests.programs.run_example import error_of, finish, interrupt, logged
 from tests.programs.tensorboard import events_of

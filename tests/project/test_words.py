@@ -34,7 +34,10 @@ FILES = sorted(
         "benchmarks/**/*.md",
         *(
             f"{folder}/**/*.py"
-            for folder in ("benchmarks", "docs", "experiments", "jaxbuf", "notebooks", "tests")
+            for folder in (
+                *("benchmarks", "docs", "examples", "experiments"),
+                *("jaxbuf", "notebooks", "tests"),
+            )
         ),
     )
     for path in ROOT.glob(pattern)

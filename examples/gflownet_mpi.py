@@ -8,7 +8,7 @@ they fill, and tells them how many modes of the grid are new. Compares
   pipelined  it does not wait
 
 Start it on 2 ranks or more, and see the modes that were found against time:
-  mpiexec -n 4 python -m jaxbuf.examples.gflownet_mpi
+  mpiexec -n 4 python examples/gflownet_mpi.py
 
 Takes a minute or two for four ranks on two CPU cores. Some things to try:
   --run sync pipelined --every 1       only some runs, with a message after each update
@@ -37,12 +37,10 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from jaxtyping import Array, Float, PyTree
-from tqdm import tqdm
 
+import common
 import jaxbuf
-from jaxbuf.examples import _run
-from jaxbuf.examples._gflownet import NEVER, Agent, Buffer, Options, TrainState
-from jaxbuf.examples._hypergrid import HyperGrid
+from gflownet import NEVER, Agent, Buffer, HyperGrid, Options, TrainState
 
 Mode = Literal["alone", "sync", "deferred", "pipelined"]
 # Environment variables in which launchers of MPI say which rank this is.
@@ -64,8 +62,8 @@ class Config(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _run.check(self, 1, "every", "shared")
-        _run.check(self, 0, "borrow")
+        common.check(self, 1, "every", "shared")
+        common.check(self, 0, "borrow")
 
     @property
     def always_fresh(self) -> bool:
@@ -155,7 +153,7 @@ class Learner:
         last = last.reshape(-1, self.config.dims)
         return state, last, self.config.grid.log_reward(last)
 
-    def run(self, mode: Mode, messages: int, progress: Any) -> dict[str, Any]:
+    def run(self, mode: Mode, messages: int, progress: common.Progress | None) -> dict[str, Any]:
         """Trains from the beginning, sharing states after every few updates; returns a report."""
         from jaxbuf.mpi import Worker
 
@@ -180,8 +178,8 @@ class Learner:
                 exchanging += time.perf_counter() - trained
                 borrowed = {name: scores.get(name, self.no_states[name]) for name in self.no_states}
                 modes = scores.get("modes", modes)
-                progress.set_description(f"{mode}, {modes} of {num_modes} modes", refresh=False)
-                progress.update(config.every)
+                if progress is not None:
+                    progress.advance(config.every, f"{mode}, {modes} of {num_modes} modes")
             seconds = time.perf_counter() - began
         report = {"seconds": seconds, "exchanging": exchanging, "found": found}
         return report | {"trajectories": int(state.fresh)}
@@ -203,23 +201,25 @@ def train(config: Config, world: Any) -> None:
     # Alone, the first rank trains as much as all workers together.
     count = -(-config.steps // config.every)
     messages = {run: count * (workers if run == "alone" else 1) for run in config.run}
-    total, hide = sum(messages.values()) * config.every, rank > 0
-    with tqdm(None, "compiling", total, unit=" updates", dynamic_ncols=True, disable=hide) as bar:
-        learner = Learner(config, communicators, rank) if rank < workers else None
+    if rank == 0:
+        print("compiling", file=sys.stderr, flush=True)
+    learner = Learner(config, communicators, rank) if rank < workers else None
 
-        def train_once(run: Mode, messages: int, progress: Any) -> dict[str, Any]:
-            wait_for_all(world)
-            if run == "alone" and rank > 0:
-                return {}
-            if learner is None:
-                return manage(config, communicators, workers)
-            return learner.run(run, messages, progress)
+    def train_once(run: Mode, messages: int, progress: common.Progress | None) -> dict[str, Any]:
+        wait_for_all(world)
+        if run == "alone" and rank > 0:
+            return {}
+        if learner is None:
+            return manage(config, communicators, workers)
+        return learner.run(run, messages, progress)
 
-        # It includes compilation, so it is not reported.
-        train_once("sync", 1, tqdm(disable=True))
-        reports = {}
+    # It includes compilation, so it is not reported.
+    train_once("sync", 1, None)
+    reports, total = {}, sum(messages.values()) * config.every
+    shown = common.Progress(total, "updates") if rank == 0 else contextlib.nullcontext()
+    with shown as progress:
         for run in config.run:
-            report = train_once(run, messages[run], bar)
+            report = train_once(run, messages[run], progress)
             wait_for_all(world)
             reports[run] = world.gather(report)
     if rank == 0:
@@ -241,7 +241,7 @@ def print_report(config: Config, reports: dict[str, list[dict[str, Any]]]) -> No
         modes = [f"{np.isfinite(found[run]).sum()}", "never" if np.isinf(last) else f"{last:.2f} s"]
         rows.append([run, *modes, f"{count:,}", f"{count / end:,.0f}", share, f"{end:.2f} s"])
     header = ["run", f"modes of {num_modes}", "time to all modes", "trajectories"]
-    print(_run.table([*header, "trajectories/s", "exchanging", "time"], rows))
+    print(common.table([*header, "trajectories/s", "exchanging", "time"], rows))
     for run, (*_, manager) in reports.items():
         if manager:
             print(f"\nmanager, {run}", manager["traffic"], *manager["faults"], sep="\n")
@@ -250,7 +250,7 @@ def print_report(config: Config, reports: dict[str, list[dict[str, Any]]]) -> No
     curves = {run: np.where(times <= ends[run], y, np.nan)[:, None] for run, y in curves.items()}
     title, ylabel = f"hypergrid, {config.dims} × {config.height}", f"modes found, of {num_modes}"
     path = config.out / "modes.png"
-    _run.plot(path, times, curves, title=title, xlabel="seconds", ylabel=ylabel)
+    common.plot(path, times, curves, title, "seconds", ylabel)
     print(f"\nmodes  {path}")
 
 
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     If one rank fails, all end. Only one rank prints what is wrong with the command line.
     """
-    program = "python -m jaxbuf.examples.gflownet_mpi"
+    program = "python examples/gflownet_mpi.py"
     quiet = any(os.environ.get(name, "0") != "0" for name in RANKS)
     out, err = (io.StringIO(), io.StringIO()) if quiet else (sys.stdout, sys.stderr)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -267,18 +267,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         importlib.import_module("jaxbuf.mpi")
     except ImportError as error:
-        _run.fail(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
+        common.fail(f"{error}; in a clone, `make demo-mpi` installs all that it needs")
     # This import starts MPI.
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     if world.Get_size() < 2:
-        _run.fail(f"one rank alone has no manager; start several with `mpiexec -n 4 {program}`")
+        common.fail(f"one rank alone has no manager; start several with `mpiexec -n 4 {program}`")
     try:
         ready = False
         if world.Get_rank() == 0:
             with contextlib.suppress(SystemExit):
-                _run.begin(config.out, "gflownet_mpi", {})
+                common.make_folder(config.out, "gflownet_mpi", {})
                 ready = True
         if not world.bcast(ready):
             return 2

@@ -28,12 +28,12 @@ import optax
 from flax import struct
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
+import common
 import jaxbuf
+from dqn import PRIORITY_EPSILON, QNetwork
 from jaxbuf.core.signals import DeferredSignals
-from jaxbuf.examples import _run
-from jaxbuf.examples.dqn import PRIORITY_EPSILON, QNetwork
-from jaxbuf.examples.sac import Returns, play
 from jaxbuf.interop import gymnasium_transitions, transition_like
+from sac import Returns, play
 
 CHUNKS = 50
 PUBLISH = 4  # updates after which actors are sent the parameters
@@ -64,12 +64,12 @@ class Config:
     sampler: ClassVar[str] = "prioritized"
 
     def __post_init__(self) -> None:
-        _run.check(self, 1, "actors", "num_envs", "rollout", "n_step", "batch_size")
-        _run.check(self, 0, "seed", "alpha", "lr")
-        _run.check(self, 1e-3, "samples_per_insert")
-        _run.check(self, 0, "beta", "discount", high=1)
-        _run.check(self, max(self.batch_size, self.num_envs * self.rollout), "warmup", "capacity")
-        _run.check(self, self.warmup + 1, "steps")
+        common.check(self, 1, "actors", "num_envs", "rollout", "n_step", "batch_size")
+        common.check(self, 0, "seed", "alpha", "lr")
+        common.check(self, 1e-3, "samples_per_insert")
+        common.check(self, 0, "beta", "discount", high=1)
+        common.check(self, max(self.batch_size, self.num_envs * self.rollout), "warmup", "capacity")
+        common.check(self, self.warmup + 1, "steps")
 
 
 class Learner(struct.PyTreeNode):
@@ -187,10 +187,10 @@ def act(config: Config, actor: int, seed: int, params: PyTree, queues: Sequence[
         steps = steps[config.rollout :]
 
 
-def train(run: _run.Run[Config]) -> None:
+def train(run: common.Run[Config]) -> None:
     """Trains, and prints the result."""
     config, agent = run.config, Agent(run.config, make_envs(run.config.env, 1))
-    saved = run.load(agent.init()) if run.resume else agent.init()
+    saved = run.begin(agent.init)
     done, count = int(saved["learner"].step), config.actors
     seeds = np.random.SeedSequence([config.seed, done]).generate_state(count) >> 1
     rows, returns, *mailboxes = (SPAWN.Queue(2 * count), *(SPAWN.Queue() for _ in range(count + 1)))
@@ -217,7 +217,7 @@ def train(run: _run.Run[Config]) -> None:
         buffer, limiter = holder.read(lambda b: (jax.tree.map(jnp.copy, b), holder.limiter))
         saved = {"learner": learner, "buffer": buffer, "limiter": limiter}
         log |= {"holder": holder.metrics(), "buffer": buffer.metrics()}
-        return saved, log, _run.shown(log["return"])
+        return saved, log, common.mean_return(log["return"])
 
     try:
         # Ctrl-C waits until all actors have begun, and does not reach them, since a process
@@ -244,7 +244,7 @@ def train(run: _run.Run[Config]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this example from the command line and returns its exit status."""
-    return _run.main("apex", train, Config(), f"{__doc__}{_run.FILES}", argv)
+    return common.main("apex", train, Config(), __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,20 @@
-"""PPO in the mazes from which there is most to learn: ``python -m jaxbuf.examples.levels``.
+"""Train PPO in mazes, uniform ones and prioritized ones, several seeds at once.
 
 Prioritized Level Replay (Jiang, Grefenstette and Rocktäschel, 2021): a buffer keeps the mazes with
 the highest scores, here the positive value loss. Half of the mazes that are played come from it, by
 the rank of their scores or because they were not played for long, and the others are new. The same
 agent with new mazes only is trained beside it; all seeds of both are one program.
+
+Many mazes are nearly empty and easy, and many have no way to the goal. The table has the share that
+is solved of held-out mazes where the way to the goal is a detour: a little more with priorities.
+Takes about a minute on two CPU cores. Some things to try:
+  --replay 0.8                more mazes from the buffer
+  --stale 0                   all of them by the rank of their scores
+  --resume --steps 800_000    train a finished run for longer
+
+Ends with a table. Writes, in runs/levels or where --out says:
+  solved.png          share of mazes solved by every seed, with prioritized mazes and uniform ones
+  log.csv             the same as numbers, about fifty times, and which mazes are played
 """
 
 import dataclasses
@@ -19,25 +30,9 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+import common
 import jaxbuf
-from jaxbuf.examples import _run
-from jaxbuf.examples._compare import compare
 
-DESCRIPTION = """Train PPO in mazes, uniform ones and prioritized ones, several seeds at once.
-
-Many mazes are nearly empty and easy, and many have no way to the goal. The table has the share that
-is solved of held-out mazes where the way to the goal is a detour: a little more with priorities.
-Takes about a minute on two CPU cores. Some things to try:
-  --replay 0.8                more mazes from the buffer
-  --stale 0                   all of them by the rank of their scores
-  --resume --steps 800_000    train a finished run for longer
-
-Ends with a table. Writes, in runs/levels or where --out says:
-  solved.png    share of mazes solved by every seed, with prioritized mazes and uniform ones
-  log.csv       the same as numbers, about fifty times, and which mazes are played
-  tensorboard/  the same for TensorBoard, with --tensorboard
-  checkpoint/   the whole training state, ten times in a run
-  run.json      the options"""
 AGENTS = {"uniform": 0.0, "prioritized": 1.0}
 TRAINED = 2**30  # seeds of mazes; larger ones are held out
 
@@ -67,14 +62,14 @@ class Config:
     eval_levels: int = 128  # mazes that are held out
 
     def __post_init__(self) -> None:
-        _run.check(self, 2, "size")
-        _run.check(self, 1, "seeds", "steps", "length", "epochs", "hidden", "eval_levels")
-        _run.check(self, 0, "seed", "alpha", "clip", "entropy", "lr")
-        _run.check(self, 0, "walls", "discount", "gae", "stale", high=1)
-        _run.check(self, 1, "num_envs")
+        common.check(self, 2, "size")
+        common.check(self, 1, "seeds", "steps", "length", "epochs", "hidden", "eval_levels")
+        common.check(self, 0, "seed", "alpha", "clip", "entropy", "lr")
+        common.check(self, 0, "walls", "discount", "gae", "stale", high=1)
+        common.check(self, 1, "num_envs")
         # Of the buffer at least one maze is drawn.
-        _run.check(self, 1 / self.num_envs, "replay", high=1)
-        _run.check(self, self.num_envs, "capacity")
+        common.check(self, 1 / self.num_envs, "replay", high=1)
+        common.check(self, self.num_envs, "capacity")
 
 
 class Level(NamedTuple):
@@ -282,16 +277,16 @@ def log_probability(logits: Float[Array, "... A"], action: Int[Array, "..."]) ->
     return jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
 
 
-def train(run: _run.Run[Config]) -> None:
+def train(run: common.Run[Config]) -> None:
     """Trains all seeds in uniform and in prioritized mazes, and prints the results."""
     c = run.config
     title = f"mazes of size {c.size} that need a detour"
-    compare(run, Agent(c), AGENTS, "solved", size=c.num_envs * c.length, title=title)
+    common.compare(run, Agent(c), AGENTS, "solved", c.num_envs * c.length, title)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this example from the command line and returns its exit status."""
-    return _run.main("levels", train, Config(), DESCRIPTION, argv)
+    return common.main("levels", train, Config(), __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,20 @@
-"""R2D2 on a task that takes memory: ``python -m jaxbuf.examples.r2d2``.
+"""Train R2D2 on bsuite's memory chain with memory and without, several seeds at once.
 
 Recurrent Q-learning from sequences (Kapturowski et al., "Recurrent Experience Replay in Distributed
 Reinforcement Learning", 2019): the recurrent state before each step is stored with it, the first
 steps of a window warm it up (burn-in), priorities mix the largest and the mean error of a window,
 and states that were computed anew are written back. Rewards are at most 1, so values are not
 rescaled. The same agent without memory is trained beside it; all seeds of both are one program.
+
+The first observation of an episode is the answer to the question at its end, which earns 1 or -1.
+An agent without memory can only guess, and earns 0 on average.
+Takes about half a minute on two CPU cores. Some things to try:
+  --memory-length 20 --sequence-length 26 --steps 120_000    a longer way to remember
+  --no-write-back                                            stored states stay as they were
+
+Ends with a table. Writes, in runs/r2d2 or where --out says:
+  return.png          return of every seed while training, with memory and without
+  log.csv             the same as numbers, about fifty times, and how far stored states were off
 """
 
 import dataclasses
@@ -22,25 +32,10 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+import common
 import jaxbuf
-from jaxbuf.examples import _run
-from jaxbuf.examples._compare import compare
 from jaxbuf.interop import GymnaxState, gymnax_reset, gymnax_step
 
-DESCRIPTION = """Train R2D2 on bsuite's memory chain with memory and without, several seeds at once.
-
-The first observation of an episode is the answer to the question at its end, which earns 1 or -1.
-An agent without memory can only guess, and earns 0 on average.
-Takes about half a minute on two CPU cores. Some things to try:
-  --memory-length 20 --sequence-length 26 --steps 120_000    a longer way to remember
-  --no-write-back                                            stored states stay as they were
-
-Ends with a table. Writes, in runs/r2d2 or where --out says:
-  return.png    return of every seed while training, with memory and without
-  log.csv       the same as numbers, about fifty times, and how far stored states were off
-  tensorboard/  the same for TensorBoard, with --tensorboard
-  checkpoint/   the whole training state, ten times in a run
-  run.json      the options"""
 AGENTS = {"without memory": 0.0, "R2D2": 1.0}
 
 
@@ -71,14 +66,14 @@ class Config:
     hidden: int = 32  # width of the network
 
     def __post_init__(self) -> None:
-        _run.check(self, 1, "memory_length", "seeds", "num_envs", "batch_size", "hidden")
-        _run.check(self, 0, "seed", "burn_in", "alpha", "lr")
-        _run.check(self, 0, "beta", "eta", "discount", "epsilon", "target_rate", high=1)
-        _run.check(self, 1, "period", "n_step")
-        _run.check(self, self.burn_in + self.n_step + 1, "sequence_length")
+        common.check(self, 1, "memory_length", "seeds", "num_envs", "batch_size", "hidden")
+        common.check(self, 0, "seed", "burn_in", "alpha", "lr")
+        common.check(self, 0, "beta", "eta", "discount", "epsilon", "target_rate", high=1)
+        common.check(self, 1, "period", "n_step")
+        common.check(self, self.burn_in + self.n_step + 1, "sequence_length")
         # Each ring holds a window and the steps after it.
-        _run.check(self, 2 * self.num_envs * self.sequence_length, "capacity", "warmup")
-        _run.check(self, self.warmup + 1, "steps")
+        common.check(self, 2 * self.num_envs * self.sequence_length, "capacity", "warmup")
+        common.check(self, self.warmup + 1, "steps")
 
 
 class QNetwork(nn.Module):
@@ -242,15 +237,15 @@ class Agent:
         return jnp.swapaxes(values, 0, 1), jnp.swapaxes(states, 0, 1)
 
 
-def train(run: _run.Run[Config]) -> None:
+def train(run: common.Run[Config]) -> None:
     """Trains all seeds with memory and without, and prints the results."""
     title = f"memory chain of length {run.config.memory_length}"
-    compare(run, Agent(run.config), AGENTS, "return", size=run.config.num_envs, title=title)
+    common.compare(run, Agent(run.config), AGENTS, "return", run.config.num_envs, title)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this example from the command line and returns its exit status."""
-    return _run.main("r2d2", train, Config(), DESCRIPTION, argv)
+    return common.main("r2d2", train, Config(), __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ import tyro
 from flax import struct
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree
 
+import common
+import dqn
 import jaxbuf
-from jaxbuf.examples import _run, dqn
 from jaxbuf.interop import GymnaxState, gymnax_reset
 
 
@@ -47,9 +48,9 @@ class Config:
     process_id: int | None = None  # which of them this is, unless "auto"
 
     def __post_init__(self) -> None:
-        _run.check(self, 1, "shards", "num_envs", "batch_size", "hidden", "chunks")
-        _run.check(self, max(self.batch_size, 2 * self.num_envs), "capacity", "warmup")
-        _run.check(self, self.warmup + 1, "steps")
+        common.check(self, 1, "shards", "num_envs", "batch_size", "hidden", "chunks")
+        common.check(self, max(self.batch_size, 2 * self.num_envs), "capacity", "warmup")
+        common.check(self, self.warmup + 1, "steps")
         for name in ("num_envs", "batch_size"):
             if getattr(self, name) % self.shards:
                 raise ValueError(f"--{name.replace('_', '-')} must be a multiple of --shards")
@@ -112,7 +113,7 @@ class Agent:
 
         def make_shard() -> jaxbuf.TrajectoryBuffer:
             return jaxbuf.TrajectoryBuffer.create(
-                _run.one_of(steps),
+                common.one_of(steps),
                 num_envs,
                 config.capacity // config.num_envs,
                 sequence_length=2,
@@ -223,6 +224,8 @@ def train(config: Config) -> None:
     # Donated, so that the buffer is updated in place.
     options: Any = {"static_argnums": 1, "donate_argnums": 0}
     chunk = jax.jit(agent.train, out_shardings=(shardings, same), **options)
+    if jax.process_index() == 0:
+        print("compiling", file=sys.stderr, flush=True)
     state = jax.jit(agent.init, out_shardings=shardings)()
     if config.resume:
         state = jaxbuf.load(config.out / "checkpoint", state)
@@ -243,7 +246,7 @@ def train(config: Config) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this example from the command line and returns its exit status."""
-    prog = "python -m jaxbuf.examples.dqn_sharded"
+    prog = "python examples/dqn_sharded.py"
     train(tyro.cli(Config, args=argv, prog=prog, description=__doc__))
     return 0
 

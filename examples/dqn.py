@@ -27,8 +27,8 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, PyTree, Shaped
 
+import common
 import jaxbuf
-from jaxbuf.examples import _run
 from jaxbuf.interop import GymnaxState, gymnax_reset, gymnax_step
 
 CHUNKS = 100
@@ -64,12 +64,14 @@ class Config:
     eval_episodes: int = 32  # greedy episodes of each seed at the end
 
     def __post_init__(self) -> None:
-        _run.check(self, 1, "seeds", "num_envs", "batch_size", "n_step", "hidden", "eval_episodes")
-        _run.check(self, 0, "seed", "alpha", "lr", "final_lr")
-        _run.check(self, 0, "beta", "discount", "epsilon", "exploration", "target_rate", high=1)
+        common.check(
+            self, 1, "seeds", "num_envs", "batch_size", "n_step", "hidden", "eval_episodes"
+        )
+        common.check(self, 0, "seed", "alpha", "lr", "final_lr")
+        common.check(self, 0, "beta", "discount", "epsilon", "exploration", "target_rate", high=1)
         needed = max(self.batch_size, (self.n_step + 1) * self.num_envs)
-        _run.check(self, needed, "capacity", "warmup")
-        _run.check(self, self.warmup + 1, "steps")
+        common.check(self, needed, "capacity", "warmup")
+        common.check(self, self.warmup + 1, "steps")
 
 
 @functools.cache
@@ -168,7 +170,7 @@ class Agent:
         params = self.network.init(params_key, envs.obs)
         steps = jax.eval_shape(self.step, key, envs, jnp.zeros(config.num_envs, jnp.int32))[1]
         target, opt_state = jax.tree.map(jnp.copy, params), self.optimizer.init(params)
-        buffer = self.create_buffer(_run.one_of(steps))
+        buffer = self.create_buffer(common.one_of(steps))
         returns = jnp.zeros(config.num_envs, jnp.float32)
         state = TrainState(params, target, opt_state, buffer, envs, returns, key, jnp.int32(0))
         length = math.ceil(config.warmup / config.num_envs)
@@ -295,7 +297,7 @@ def programs(agent: Agent, length: int) -> tuple[Callable[..., PyTree], ...]:
     )
 
 
-def train(run: _run.Run[Config]) -> None:
+def train(run: common.Run[Config]) -> None:
     """Trains all seeds at once, a hundredth of the run at a time, and prints the results."""
     config, keys = run.config, run.keys
     length = math.ceil((config.steps - config.warmup) / config.num_envs / CHUNKS)
@@ -306,7 +308,7 @@ def train(run: _run.Run[Config]) -> None:
         states, log, metrics = chunk(states)
         episodes = np.asarray(log.episodes)
         returns = np.where(episodes, log.total_return / np.maximum(episodes, 1), np.nan)
-        return states, {"return": returns, **metrics}, _run.shown(returns)
+        return states, {"return": returns, **metrics}, common.mean_return(returns)
 
     done, size = int(states.step[0]), length * config.num_envs
     count: Any = {"done": done, "until": config.steps, "size": size, "rows": config.seeds}
@@ -316,7 +318,7 @@ def train(run: _run.Run[Config]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this example from the command line and returns its exit status."""
-    return _run.main("dqn", train, Config(), f"{__doc__}{_run.FILES}", argv)
+    return common.main("dqn", train, Config(), __doc__, argv)
 
 
 if __name__ == "__main__":

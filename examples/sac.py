@@ -28,8 +28,8 @@ from gymnasium.spaces import Box
 from gymnasium.wrappers.vector import FlattenObservation, RescaleAction
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
+import common
 import jaxbuf
-from jaxbuf.examples import _run
 from jaxbuf.interop import gymnasium_transitions, transition_like
 
 CHUNKS = 100
@@ -57,11 +57,11 @@ class Config:
     eval_episodes: int = 32  # greedy episodes at the end
 
     def __post_init__(self) -> None:
-        _run.check(self, 1, "num_envs", "updates", "batch_size", "hidden", "eval_episodes")
-        _run.check(self, 0, "seed", "alpha", "lr")
-        _run.check(self, 0, "beta", "discount", "target_rate", high=1)
-        _run.check(self, max(self.batch_size, self.num_envs), "capacity", "warmup")
-        _run.check(self, self.warmup + 1, "steps")
+        common.check(self, 1, "num_envs", "updates", "batch_size", "hidden", "eval_episodes")
+        common.check(self, 0, "seed", "alpha", "lr")
+        common.check(self, 0, "beta", "discount", "target_rate", high=1)
+        common.check(self, max(self.batch_size, self.num_envs), "capacity", "warmup")
+        common.check(self, self.warmup + 1, "steps")
         make_envs(self.env, 1).close()
 
 
@@ -232,12 +232,12 @@ def play(envs: Any, act: Callable[[Array], Array], seed: int) -> Float[np.ndarra
     return returns
 
 
-def train(run: _run.Run[Config]) -> None:
+def train(run: common.Run[Config]) -> None:
     """Trains, and prints the result."""
     config = run.config
     envs = make_envs(config.env, config.num_envs)
     agent = Agent(config, transition_like(envs))
-    state = run.load(agent.init()) if run.resume else agent.init()
+    state = run.begin(agent.init)
     obs, _ = envs.reset(seed=config.seed + int(state.step))
     envs.action_space.seed(config.seed)
     ended, done, returns = None, int(state.step), Returns(config.num_envs)
@@ -258,7 +258,7 @@ def train(run: _run.Run[Config]) -> None:
             returns.add(step.transitions["reward"], step.ended)
             obs, ended, done = step.obs, step.ended, done + config.num_envs
         log |= {"return": returns.mean(), "buffer": state.buffer.metrics()}
-        return state, log, _run.shown(log["return"])
+        return state, log, common.mean_return(log["return"])
 
     # What learns is compiled where the random steps end.
     first = math.ceil(max(0, config.warmup - done) / config.num_envs) // length + 1
@@ -271,7 +271,7 @@ def train(run: _run.Run[Config]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this example from the command line and returns its exit status."""
-    return _run.main("sac", train, Config(), f"{__doc__}{_run.FILES}", argv)
+    return common.main("sac", train, Config(), __doc__, argv)
 
 
 if __name__ == "__main__":

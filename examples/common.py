@@ -1,8 +1,9 @@
-"""Helpers of all examples: command line, folder of a run, training in chunks, table and plot."""
+"""What the examples share: the command line and folder of a run, its progress, table and plot."""
 
 import csv
 import dataclasses
 import functools
+import io
 import json
 import math
 import shutil
@@ -25,36 +26,59 @@ import jaxbuf
 
 Config = TypeVar("Config")
 State = TypeVar("State")
-
 # The end of each description: files that every run writes.
 FILES = """  tensorboard/        the same for TensorBoard, with --tensorboard
   checkpoint/         the whole training state, ten times in a run
   run.json            the options"""
 
 
+class Progress(tqdm):  # type: ignore[type-arg]
+    """A bar in a terminal, and elsewhere a line for each tenth of the way."""
+
+    def __init__(self, total: int, unit: str, done: int = 0) -> None:
+        self.lines, self.tenths = not sys.stderr.isatty(), 0
+        options: Any = {"dynamic_ncols": True, "unit_scale": True, "initial": done}
+        if self.lines:  # tqdm draws nothing then, and counts
+            options |= {"file": io.StringIO(), "mininterval": math.inf}
+        super().__init__(total=total, unit=f" {unit}", **options)
+
+    def advance(self, steps: int, text: str) -> None:
+        """Counts steps, and shows a text; if it is empty, the one before."""
+        if text:
+            self.set_postfix_str(text, refresh=False)
+        self.update(steps)
+        before, self.tenths = (
+            self.tenths,
+            10 * (self.n - self.initial) // (self.total - self.initial),
+        )
+        if self.lines and self.tenths > before:
+            print(self, file=sys.stderr, flush=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run(Generic[Config]):
-    """One run of an example, as the command line describes it.
+    """One run of an example, as the command line describes it."""
 
-    Attributes:
-        config: Options of the training.
-        out: The folder to write to.
-        resume: Whether to go on from the checkpoint in --out, with its options.
-        tensorboard: Whether to log for TensorBoard as well.
-    """
+    config: tyro.conf.OmitArgPrefixes[Config]  # options of the training
+    out: Path  # the folder to write to
+    resume: bool = False  # go on from the checkpoint in --out, with its options
+    tensorboard: bool = False  # log for TensorBoard as well
+    began: tyro.conf.Suppress[float] = dataclasses.field(default_factory=time.perf_counter)
 
-    config: tyro.conf.OmitArgPrefixes[Config]
-    out: Path
-    resume: bool = False
-    tensorboard: bool = False
+    @property
+    def keys(self) -> Key[Array, " S"]:
+        """A key for each seed of the options, ``[seeds]``."""
+        config: Any = self.config
+        return jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
 
-    def __post_init__(self) -> None:
-        _ = self.began
-
-    @functools.cached_property
-    def began(self) -> float:
-        """When the run began, in seconds; no field, since those are options."""
-        return time.perf_counter()
+    def begin(self, init: Callable[..., State], *args: PyTree) -> State:
+        """Returns ``init(*args)``, or the state in the checkpoint if the run is resumed."""
+        if not self.resume:
+            return init(*args)
+        try:
+            return jaxbuf.load(self.out / "checkpoint", jax.eval_shape(init, *args))
+        except FileNotFoundError:
+            fail(f"there is no checkpoint in {self.out}; start without --resume")
 
     def train(
         self,
@@ -67,71 +91,40 @@ class Run(Generic[Config]):
         unit: str = "steps",
         rows: int = 1,
     ) -> tuple[State, list[float]]:
-        """Trains chunk by chunk; shows and logs the progress, and saves checkpoints.
-
-        Where stderr is no terminal, the progress is a line at each checkpoint.
+        """Trains chunk by chunk; shows and logs the progress, and saves ten checkpoints.
 
         Args:
             state: The state to begin with.
-            chunk: Takes a state; returns the next state, metrics to log, and a text to show.
+            chunk: Takes a state; returns the next one, metrics to log, and a text to show.
             done: Number of steps done before.
             until: Number of steps at which to end.
             size: Number of steps in a chunk.
             unit: The name of a step.
-            rows: The number of steps that one step of each seed counts as.
+            rows: The number of steps that are shown as done for each of these: one for each seed.
 
         Returns:
             The state at the end, and the duration of each chunk in seconds.
         """
-        chunks = max(0, math.ceil((until - done) / size))
-        seconds: list[float] = []
+        chunks, seconds = max(0, math.ceil((until - done) / size)), list[float]()
         writers: list[jaxbuf.Writer] = [jaxbuf.CsvWriter(self.out / "log.csv")]
         if self.tensorboard or (self.out / "tensorboard").is_dir():
             writers.append(jaxbuf.TensorBoardWriter(self.out / "tensorboard"))
-        total, resume_at = (done + chunks * size) * rows, done if self.resume else None
-        shows: Any = {"unit": f" {unit}", "unit_scale": True, "total": total}
-        shows["initial"] = done * rows
-        live, start, shown = sys.stderr.isatty(), time.perf_counter(), ""
         with (
-            jaxbuf.Monitor(writers, resume_at=resume_at) as monitor,
-            tqdm(dynamic_ncols=True, disable=not live, **shows) as bar,
+            jaxbuf.Monitor(writers, resume_at=done if self.resume else None) as monitor,
+            Progress((done + chunks * size) * rows, unit, done * rows) as progress,
         ):
-            for i in range(chunks):
+            for i in range(1, chunks + 1):
                 began = time.perf_counter()
                 state, metrics, text = chunk(state)
-                # It is empty if no episode has ended in this chunk.
-                shown = text or shown
                 done += size
                 monitor.write(done, metrics)
                 seconds.append(time.perf_counter() - began)
-                bar.set_postfix_str(shown, refresh=False)
-                bar.update(size * rows)
-                if (i + 1) % max(chunks // 10, 1) == 0 or i + 1 == chunks:
+                progress.advance(size * rows, text)
+                if i % max(chunks // 10, 1) == 0 or i == chunks:
                     # In this order, since steps after a checkpoint are logged again.
                     monitor.flush()
                     jaxbuf.save(self.out / "checkpoint", state)
-                    if not live:
-                        shows |= {"elapsed": time.perf_counter() - start, "postfix": shown}
-                        line = tqdm.format_meter(n=done * rows, **shows)
-                        print(line, file=sys.stderr, flush=True)
         return state, seconds
-
-    @property
-    def keys(self) -> Key[Array, " S"]:
-        """A key for each seed of the options, ``[seeds]``."""
-        config: Any = self.config
-        return jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
-
-    def begin(self, init: Callable[..., State], *args: PyTree) -> State:
-        """Returns ``init(*args)``, or the state in the checkpoint if the run is resumed."""
-        return self.load(jax.eval_shape(init, *args)) if self.resume else init(*args)
-
-    def load(self, like: State) -> State:
-        """Returns the training state in the checkpoint; ``like`` has its structure and shapes."""
-        try:
-            return jaxbuf.load(self.out / "checkpoint", like)
-        except FileNotFoundError:
-            fail(f"there is no checkpoint in {self.out}; start without --resume")
 
     def logged(self, name: str) -> Float[np.ndarray, "P ..."]:
         """Returns all values logged under a name: numbers ``[P]``, or arrays ``[P, S]``."""
@@ -143,12 +136,7 @@ class Run(Generic[Config]):
         return table[:, [i for i, column in enumerate(header) if column.startswith(f"{name}/")]]
 
     def report(self, picture: str, columns: Mapping[str, Sequence[str]]) -> None:
-        """Prints a table with a row for each seed, and one for all of them.
-
-        Args:
-            picture: The name of the picture in the last line.
-            columns: The cells of each column, ``[seeds + 1]``; see ``cells``.
-        """
+        """Prints a table of columns, ``[seeds + 1]``; the last row is for all seeds together."""
         config: Any = self.config
         *seeds, _ = range(config.seed, config.seed + len(next(iter(columns.values()))))
         times = [""] * len(seeds) + [f"{time.perf_counter() - self.began:.1f} s"]
@@ -178,33 +166,73 @@ class Run(Generic[Config]):
         config: Any = self.config
         steps, seeds = self.logged("step"), len(greedy)
         returns = self.logged("return").reshape(len(steps), seeds)
-        plot(
-            self.out / "learning_curve.png",
-            steps,
-            {"": returns},
-            title=f"{name} with {config.sampler} replay on {config.env}",
-            xlabel="environment steps" + (" per seed" if seeds > 1 else ""),
-            ylabel="return while training",
-        )
-        measured, step = seconds[first:], int(steps[-1])
-        speed = f"{len(measured) * size * seeds / sum(measured):,.0f}" if measured else "-"
-        self.report(
-            "learning curve",
-            {
-                "greedy return": cells(greedy.mean(axis=1), "{:.1f}"),
-                "return in training": cells(late(returns), "{:.1f}"),
-                "steps": totals(step, seeds),
-                "steps/s": [""] * seeds + [speed],
-            },
-        )
+        title = f"{name} with {config.sampler} replay on {config.env}"
+        xlabel, ylabel = "environment steps per seed", "return while training"
+        curve = {"": returns}
+        plot(self.out / "learning_curve.png", steps, curve, title, xlabel, ylabel)
+        late, measured = sum(seconds[first:]), len(seconds[first:]) * size * seeds
+        columns = {
+            "greedy return": cells(greedy.mean(axis=1), "{:.1f}"),
+            "return in training": cells(last_tenth(returns), "{:.1f}"),
+            "steps": totals(steps[-1], seeds),
+            "steps/s": [""] * seeds + [f"{measured / late:,.0f}" if measured else "-"],
+        }
+        self.report("learning curve", columns)
         if measured:
             others = time.perf_counter() - self.began - sum(seconds)
             print(
                 f"time: {sum(seconds[:first]):.1f} s for the first {first * size * seeds:,} steps, "
-                f"in which programs are compiled, {sum(measured):.1f} s for the others, whose "
-                f"steps/s these are, and {others:.1f} s before and after, for greedy episodes and "
-                "setting up"
+                f"in which programs are compiled, {late:.1f} s for the others, whose steps/s these "
+                f"are, and {others:.1f} s before and after, for greedy episodes and setting up"
             )
+
+
+# Cached, so that an agent that runs again in the same process is not compiled again.
+@functools.cache
+def _programs(agent: Any, length: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns jitted functions that begin and continue a run, for all seeds of all variants."""
+    init = jax.vmap(jax.vmap(agent.init, in_axes=(0, None)), in_axes=(None, 0))
+    chunk = jax.vmap(jax.vmap(lambda state: agent.train(state, length)))
+    # Donated, so that the buffers are updated in place.
+    options = jaxbuf.compiler_options()
+    return jax.jit(init), jax.jit(chunk, donate_argnums=0, compiler_options=options)
+
+
+def compare(
+    run: Run[Any], agent: Any, variants: Mapping[str, float], metric: str, size: int, title: str
+) -> None:
+    """Trains variants of an agent with the same seeds, in one program, and compares them.
+
+    Logs the metrics about fifty times. Ends with a picture of one of them, and with a table of its
+    mean over the last tenth of the run.
+
+    Args:
+        run: A run whose options have ``seed``, ``seeds`` and ``steps``, those of each seed.
+        agent: Hashable. ``init(key, variant)`` returns a state that has ``step``, and
+            ``train(state, length)`` the next state after so many iterations, and metrics.
+        variants: The number that ``agent.init`` gets, by the name of the variant.
+        metric: The name of the metric to compare.
+        size: Number of steps in an iteration.
+        title: The title of the picture.
+    """
+    seeds, steps = run.config.seeds, run.config.steps
+    length = math.ceil(steps / size / 50)
+    init, chunk = _programs(agent, length)
+    state = run.begin(init, run.keys, jnp.asarray([*variants.values()], jnp.float32))
+
+    def next_chunk(state: PyTree) -> tuple[PyTree, dict[str, PyTree], str]:
+        state, metrics = chunk(state)
+        means = np.mean(metrics[metric], axis=1)
+        text = ", ".join(f"{mean:.2f} {v}" for v, mean in zip(variants, means, strict=True))
+        logged = {k: dict(zip(variants, v, strict=True)) for k, v in metrics.items()}
+        return state, logged, f"{metric} {text}"
+
+    counts: Any = {"size": length * size, "rows": len(variants) * seeds}
+    run.train(state, next_chunk, done=int(state.step[0, 0]), until=steps, **counts)
+    step, curves = run.logged("step"), {name: run.logged(f"{metric}/{name}") for name in variants}
+    plot(run.out / f"{metric}.png", step, curves, title, "steps per seed", metric)
+    columns = {name: cells(last_tenth(curve), "{:.2f}") for name, curve in curves.items()}
+    run.report(f"{metric}.png", columns | {"steps of each": totals(step[-1], seeds)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +247,7 @@ def main(
     example: str,
     train: Callable[[Run[Config]], None],
     default: Config,
-    description: str,
+    description: str | None,
     argv: Sequence[str] | None = None,
     *,
     may_grow: str = "steps",
@@ -227,10 +255,10 @@ def main(
     """Runs an example from the command line.
 
     Args:
-        example: The name of its module, and of its folder in ``runs/``.
+        example: The name of its file, and of its folder in ``runs/``.
         train: The function that trains and reports.
         default: A dataclass of options with their defaults.
-        description: For ``--help``.
+        description: For ``--help``; it ends with files that the example writes.
         argv: The words after the program's name; None takes those of this process.
         may_grow: The option that may be larger than before when a run is resumed.
 
@@ -240,33 +268,27 @@ def main(
     Raises:
         SystemExit: With status 2 and a message on stderr, when an argument is wrong.
     """
-    folder, _ = tyro.cli(
-        _Folder,
-        default=_Folder(Path("runs", example)),
-        args=argv,
-        add_help=False,
-        return_unknown_args=True,
-    )
-    saved = _saved_options(folder.out, example) if folder.resume else {}
+    words: Any = {"args": argv, "prog": f"python examples/{example}.py"}
+    start = _Folder(Path("runs", example))
+    options: Any = {"add_help": False, "return_unknown_args": True}
+    folder, _ = tyro.cli(_Folder, default=start, **words, **options)
+    saved = saved_options(folder.out, example) if folder.resume else {}
     if folder.resume and not saved:
         fail(f"there is no run in {folder.out}; start without --resume")
     kind: Any = type(default)
     suited: Any = dataclasses.replace(cast("Any", default), **saved)
     run: Run[Any] = tyro.cli(
-        Run[kind],
-        default=Run(suited, folder.out),
-        args=argv,
-        prog=f"python -m jaxbuf.examples.{example}",
-        description=description,
+        Run[kind], default=Run(suited, folder.out), description=f"{description}{FILES}", **words
     )
-    options = dataclasses.asdict(run.config)
+    given = dataclasses.asdict(run.config)
     for name, value in saved.items():
-        if options[name] != value and not (name == may_grow and options[name] > value):
+        if given[name] != value and not (name == may_grow and given[name] > value):
             fail(
                 f"the run in {run.out} has --{name.replace('_', '-')} {value}, not "
-                f"{options[name]}; only --{may_grow} may grow. Choose another --out"
+                f"{given[name]}; only --{may_grow} may grow. Choose another --out"
             )
-    begin(run.out, example, options, resume=run.resume)
+    make_folder(run.out, example, given, resume=run.resume)
+    print("compiling", file=sys.stderr, flush=True)
     try:
         train(run)
     except KeyboardInterrupt:
@@ -275,13 +297,13 @@ def main(
     return 0
 
 
-def begin(out: Path, example: str, options: dict[str, Any], *, resume: bool = False) -> None:
+def make_folder(out: Path, example: str, options: dict[str, Any], *, resume: bool = False) -> None:
     """Creates the folder of a run; unless it is resumed, deletes an earlier run of this example.
 
     Raises:
         SystemExit: If the folder cannot be written, or holds something else.
     """
-    _saved_options(out, example)
+    saved_options(out, example)
     try:
         if not resume:
             for name in ("checkpoint", "tensorboard"):
@@ -295,7 +317,7 @@ def begin(out: Path, example: str, options: dict[str, Any], *, resume: bool = Fa
         fail(f"cannot write to {out} ({error.strerror}); choose another --out")
 
 
-def _saved_options(out: Path, example: str) -> dict[str, Any]:
+def saved_options(out: Path, example: str) -> dict[str, Any]:
     """Returns the options of the run in a folder; an empty dict if there is no run."""
     if out.exists() and not out.is_dir():
         fail(f"{out} is a file; choose another --out")
@@ -303,10 +325,9 @@ def _saved_options(out: Path, example: str) -> dict[str, Any]:
         return {}
     try:
         saved = json.loads((out / "run.json").read_text())
-        is_run = saved["example"] == example
+        if saved["example"] != example:
+            raise ValueError(saved["example"])
     except (OSError, ValueError, KeyError, TypeError):
-        saved, is_run = {}, False
-    if not is_run:
         fail(f"{out} holds other files than those of {example}; choose another --out")
     # JSON has no tuples.
     return {k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()}
@@ -318,21 +339,13 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def check(config: Any, low: float, *names: str, high: float = float("inf")) -> None:
-    """Checks that options are between ``low`` and ``high``; raises ``ValueError`` if not.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> check(SimpleNamespace(batch_size=0), 1, "batch_size")
-        Traceback (most recent call last):
-        ValueError: --batch-size is 0; expected at least 1
-    """
+def check(config: Any, low: float, *names: str, high: float = math.inf) -> None:
+    """Checks that options are between ``low`` and ``high``; raises ``ValueError`` if not."""
     for name in names:
         if not low <= (value := getattr(config, name)) <= high:
-            most = "" if high == float("inf") else f" and at most {high}"
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {value}; expected at least {low}{most}"
-            )
+            most = "" if high == math.inf else f" and at most {high}"
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is {value}; expected at least {low}{most}")
 
 
 def one_of(batch: PyTree) -> PyTree:
@@ -340,7 +353,7 @@ def one_of(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
-def shown(returns: PyTree) -> str:
+def mean_return(returns: PyTree) -> str:
     """Returns a text with the mean of the returns that are not NaN; empty if all are."""
     finished = np.asarray(returns)[~np.isnan(returns)]
     return f"return {finished.mean():.1f}" if finished.size else ""
@@ -356,25 +369,16 @@ def totals(count: float, seeds: int) -> list[str]:
     return [f"{count:,.0f}"] * seeds + [f"{count * seeds:,.0f}"]
 
 
-def late(curves: Float[np.ndarray, "P S"]) -> Float[np.ndarray, " S"]:
+def last_tenth(curves: Float[np.ndarray, "P S"]) -> Float[np.ndarray, " S"]:
     """Returns the mean over the last tenth of curves ``[P, seeds]``, without their NaN."""
     last = np.ma.masked_invalid(curves[-math.ceil(len(curves) / 10) :])
     return last.mean(axis=0).filled(np.nan)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table in plain text with its columns aligned to the right.
-
-    Example:
-        >>> print(table(["seed", "return"], [["0", "500.0"], ["mean", "500.0"]]))
-        seed  return
-        ----  ------
-           0   500.0
-        mean   500.0
-    """
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
+    """Returns a table in plain text with its columns aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = (header, ["-" * width for width in widths], *rows)
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
@@ -385,7 +389,6 @@ def plot(
     path: Path,
     x: Shaped[np.ndarray, " P"],
     groups: Mapping[str, Float[np.ndarray, "P S"]],
-    *,
     title: str,
     xlabel: str,
     ylabel: str,
@@ -400,10 +403,9 @@ def plot(
     for (name, values), color in zip(groups.items(), TABLEAU_COLORS, strict=False):
         for seed in values.T:
             axes.plot(x[~np.isnan(seed)], seed[~np.isnan(seed)], color=color, alpha=0.35, lw=0.9)
-        mean = np.ma.masked_invalid(values).mean(axis=1)
-        valid = ~np.ma.getmaskarray(mean)
+        mean = np.ma.masked_invalid(values).mean(axis=1).filled(np.nan)
         suffix = f", mean of {values.shape[1]}" if values.shape[1] > 1 else ""
-        label = f"{name}{suffix}".lstrip(", ")
+        label, valid = f"{name}{suffix}".lstrip(", "), ~np.isnan(mean)
         axes.plot(x[valid], mean[valid], color=color, lw=2.0, label=label)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(alpha=0.3)

@@ -30,8 +30,8 @@ from flax import linen as nn
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+import common
 import jaxbuf
-from jaxbuf.examples import _run
 
 CHUNKS = 50
 AGENTS = ("DQN", "DQN with hindsight")
@@ -59,11 +59,13 @@ class Config:
     eval_episodes: int = 100  # greedy episodes per success rate
 
     def __post_init__(self) -> None:
-        _run.check(self, 1, "bits", high=64)
-        _run.check(self, 1, "seeds", "num_envs", "updates", "batch_size", "hidden", "eval_episodes")
-        _run.check(self, 0, "fraction", "discount", "epsilon", "target_rate", high=1)
-        _run.check(self, 0, "seed", "lr")
-        _run.check(self, self.num_envs, "capacity", "episodes")
+        common.check(self, 1, "bits", high=64)
+        common.check(
+            self, 1, "seeds", "num_envs", "updates", "batch_size", "hidden", "eval_episodes"
+        )
+        common.check(self, 0, "fraction", "discount", "epsilon", "target_rate", high=1)
+        common.check(self, 0, "seed", "lr")
+        common.check(self, self.num_envs, "capacity", "episodes")
 
 
 class QNetwork(nn.Module):
@@ -125,7 +127,7 @@ class Agent:
         bits = jnp.zeros((1, self.config.bits), jnp.bool_)
         params = self.network.init(params_key, bits, bits)
         target, opt_state = jax.tree.map(jnp.copy, params), optax.adam(self.config.lr).init(params)
-        example = _run.one_of(jax.eval_shape(lambda key: self.play(params, key, 1, 0.0), key))
+        example = common.one_of(jax.eval_shape(lambda key: self.play(params, key, 1, 0.0), key))
         buffer = jaxbuf.ItemBuffer.create(example, self.config.capacity)
         return TrainState(params, target, opt_state, buffer, key, fraction, jnp.int32(0))
 
@@ -208,7 +210,7 @@ class Agent:
         return jnp.mean(episodes.success.astype(jnp.float32))
 
 
-def train(run: _run.Run[Config]) -> None:
+def train(run: common.Run[Config]) -> None:
     """Trains all seeds of both agents, and prints the results."""
     config = run.config
     agent, length = Agent(config), math.ceil(config.episodes / config.num_envs / CHUNKS)
@@ -236,23 +238,16 @@ def train(run: _run.Run[Config]) -> None:
     counts: Any = {"unit": "episodes", "rows": config.seeds * len(AGENTS)}
     run.train(states, chunk, done=done, until=config.episodes, size=size, **counts)
     episodes, success = run.logged("step"), {name: run.logged(name) for name in AGENTS}
-    _run.plot(
-        run.out / "success.png",
-        episodes,
-        success,
-        title=f"flipping {config.bits} bits",
-        xlabel="episodes per seed",
-        ylabel="success rate of greedy episodes",
-    )
-    columns = {name: _run.cells(rates[-1], "{:.0%}") for name, rates in success.items()}
-    columns["episodes of each"] = _run.totals(episodes[-1], config.seeds)
+    title, label = f"flipping {config.bits} bits", "success rate of greedy episodes"
+    common.plot(run.out / "success.png", episodes, success, title, "episodes per seed", label)
+    columns = {name: common.cells(rates[-1], "{:.0%}") for name, rates in success.items()}
+    columns["episodes of each"] = common.totals(episodes[-1], config.seeds)
     run.report("success rates", columns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this example from the command line and returns its exit status."""
-    text = f"{__doc__}{_run.FILES}"
-    return _run.main("bit_flipping", train, Config(), text, argv, may_grow="episodes")
+    return common.main("bit_flipping", train, Config(), __doc__, argv, may_grow="episodes")
 
 
 if __name__ == "__main__":

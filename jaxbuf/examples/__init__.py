@@ -1,1 +1,0 @@
-"""Agents that learn with jaxbuf: ``python -m jaxbuf.examples.NAME``, each with ``--help``."""
