@@ -96,9 +96,9 @@ def test_all_marks_of_the_comparison_are_known():
 
 def test_all_examples_are_listed():
     line = README.split("\n* Examples: ")[1].split("\n* ")[0]
-    names = re.findall(r"`(?:python -m jaxbuf\.examples\.)?(\w+)(?: --help)?`", line)
-    files = (ROOT / "jaxbuf" / "examples").glob("[a-z]*.py")
-    assert sorted(names) == sorted(path.stem for path in files)
+    names = re.findall(r"[`\[](?:python examples/)?(\w+)(?:\.py --help)?[`\]]", line)
+    files = (ROOT / "examples").glob("*.py")
+    assert sorted(names) == sorted(path.stem for path in files if path.stem != "common")
 
 
 def test_the_citation_is_of_this_version():
