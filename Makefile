@@ -105,11 +105,11 @@ benchmark-gpu: $(STAMPS)/benchmark-$(CUDA)  ## check and time jaxbuf and flashba
 
 benchmark-gpu-compiled: $(STAMPS)/python  ## count what the programs for an NVIDIA GPU do, without one (ARGS: its options)
 	@PYTHON="$(PYTHON)" scripts/install_compiler.sh $(CUDA)
-	@TF_CPP_MIN_LOG_LEVEL=3 .venv-cuda/bin/python -m benchmarks.gpu_compiled $(ARGS)
+	@TF_CPP_MIN_LOG_LEVEL=3 .venv-cuda/bin/python -m benchmarks.compiled gpu $(ARGS)
 
 benchmark-tpu-compiled: $(STAMPS)/python  ## count what the programs for a TPU do, without one (ARGS: its options, e.g. --check)
 	@PYTHON="$(PYTHON)" scripts/install_compiler.sh tpu
-	@TF_CPP_MIN_LOG_LEVEL=3 .venv-tpu/bin/python -m benchmarks.tpu_compiled $(ARGS)
+	@TF_CPP_MIN_LOG_LEVEL=3 .venv-tpu/bin/python -m benchmarks.compiled tpu $(ARGS)
 
 clean:  ## remove .venv and all that was built or cached
 	rm -rf .venv .venv-torch .venv-cuda .venv-tpu .venv-versions build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache

@@ -14,7 +14,10 @@ How it measures:
 * The loops around the JAX libraries are the same code ([`benchmarks.jax_loops`][]); only the
   calls inside differ.
 * Each time has a floor beside it: the time that the machine needs to move the data and to make the
-  call ([`benchmarks.limits`][]). The targets are data, too ([`benchmarks.targets`][]).
+  call ([`benchmarks.limits`][]).
+* The results are files in `benchmarks/results`, of which `RESULTS.md` is made
+  ([`benchmarks.page`][]). ``--against FILE`` names what differs from an earlier one
+  ([`benchmarks.report`][]).
 
 A row is one object ([`benchmarks.harness.Row`][]). A module in `benchmarks/rows` with a function
 `rows(options)` adds rows. Peers that cannot be imported are left out, and the table says why.
@@ -23,5 +26,6 @@ Memory is reported for compiled programs only. Peers in C++ manage their own mem
 set of their process does not grow with a call, however much it needs.
 
 Separate programs measure on a GPU, [`benchmarks.gpu`][], and over several devices,
-[`benchmarks.devices`][], which with `--scale` counts for thousands of them, [`benchmarks.scale`][].
+[`benchmarks.devices`][]; [`benchmarks.compiled`][] and [`benchmarks.scale`][] count what programs
+for accelerators, and for many devices, do without them.
 """

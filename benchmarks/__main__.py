@@ -1,17 +1,19 @@
 """Command line of the benchmark: ``python -m benchmarks``."""
 
-import argparse
 import dataclasses
+import json
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import tyro
+
 from benchmarks import report
 from benchmarks.harness import Options, Row
 from benchmarks.rows import all_rows
-from benchmarks.running import Outputs, measure
+from benchmarks.running import measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,123 +24,61 @@ class Program:
         module: What `python -m` starts.
         about: What it does, in a line.
         rows: Makes its rows.
-        json: Where every measured time goes unless told otherwise; None for nowhere.
-        markdown: Where the tables go unless told otherwise; None for nowhere.
+        json: Where the results go unless told otherwise.
     """
 
     module: str
     about: str
     rows: Callable[[Options], Sequence[Row]]
-    json: Path | None = None
-    markdown: Path | None = None
+    json: Path
 
 
-BENCHMARKS = Program("benchmarks", "jaxbuf and its peers, side by side.", all_rows)
+BENCHMARKS = Program(
+    "benchmarks", "jaxbuf and its peers, side by side.", all_rows, Path("benchmark-cpu.json")
+)
 
 
-def pattern(text: str) -> str:
-    """Parses a value of `--only`, which must be a regular expression."""
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
-    return text
+@dataclasses.dataclass(frozen=True)
+class Arguments(Options):
+    """The command line.
 
-
-def parse(arguments: Sequence[str], program: Program = BENCHMARKS) -> tuple[Options, Outputs]:
-    """Reads the command line.
-
-    Args:
-        arguments: Without the name of the program.
-        program: Whose they are.
-
-    Returns:
-        What to run, and where the results go.
+    Attributes:
+        json: Write the results into this file.
+        against: Print what differs from this earlier file in two runs, and return 1 if anything
+            does: ratios whose quartiles are apart, and that changed by more than a fifth. Then the
+            results are written only if `--json` says where.
     """
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument(
-        "--json", type=Path, metavar="FILE", default=program.json, help="write every measured time"
-    )
-    files.add_argument(
-        "--write",
-        type=Path,
-        metavar="PATH",
-        default=program.markdown,
-        help="write the tables as markdown",
-    )
-    files.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the growth rows, by default as growth.svg beside the tables",
-    )
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {program.module}",
-        description=program.about,
-        parents=[files],
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--only",
-        type=pattern,
-        default="",
-        metavar="PATTERN",
-        help="regular expression searched in ROW/OPERATION",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small buffers, few repeats: a trial, not a result"
-    )
-    parser.add_argument("--capacity", type=int, metavar="N", help="slots of every row")
-    parser.add_argument("--repeats", type=int, metavar="R", help="interleaved turns per operation")
-    parser.add_argument(
-        "--runs", type=int, default=1, metavar="N", help="do all of it so many times in a row"
-    )
-    parser.add_argument(
-        "--libraries", metavar="A,B", help="run these libraries only, separated by commas"
-    )
-    parser.add_argument(
-        "--scheduler",
-        choices=("default", "memory"),
-        default="default",
-        help="XLA:CPU scheduler of what the benchmark compiles, the same for every library",
-    )
-    parser.add_argument(
-        "--wait",
-        choices=("call", "block"),
-        default="call",
-        help="from Python, wait for each result, or only for the last of a block",
-    )
-    given = parser.parse_args(arguments)
-    for name in ("capacity", "repeats", "runs"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    options = Options(
-        quick=given.quick,
-        capacity=given.capacity,
-        scheduler=given.scheduler,
-        wait=given.wait,
-        only=given.only,
-        libraries=frozenset(given.libraries.split(",")) if given.libraries else None,
-        repeats=given.repeats,
-        runs=given.runs,
-    )
-    _, rest = files.parse_known_args(arguments)
-    command = shlex.join(["python", "-m", program.module, *rest])
-    picture = given.plot or (given.write and given.write.with_name("growth.svg"))
-    return options, Outputs(given.json, given.write, picture, command)
+
+    json: Path | None = None
+    against: Path | None = None
+
+
+def parse(arguments: Sequence[str], program: Program = BENCHMARKS) -> Arguments:
+    """Reads the command line, without the name of the program."""
+    prog = f"python -m {program.module}"
+    return tyro.cli(Arguments, prog=prog, description=program.about, args=arguments)
 
 
 def main(arguments: Sequence[str], program: Program = BENCHMARKS) -> int:
-    """Runs a benchmark; returns 1 if a library failed the check of equal work, else 0."""
-    options, outputs = parse(arguments, program)
+    """Runs a benchmark; returns 1 if a library did unequal work, or a ratio moved, else 0."""
+    given = parse(arguments, program)
     try:
-        rows = _chosen(program.rows(options), options)
-    except ValueError as error:
+        rows = _chosen(program.rows(given), given)
+        old = json.loads(given.against.read_text())["rows"] if given.against else {}
+    except (ValueError, OSError) as error:
         print(f"python -m {program.module}: {error}", file=sys.stderr)
         return 2
-    results = measure(rows, options, outputs)
-    print(f"\n{report.targets_markdown(results, options)}")
-    return int(any(result.unequal for result in results))
+    command = shlex.join(["python", "-m", program.module, *arguments])
+    path = given.json or (None if given.against else program.json)
+    found = measure(rows, given, command, path)
+    if moved := report.moved(old, found):
+        print("some ratios moved: once more, to see whether they do so again")
+        names = "|".join(re.escape(f"{row}/{operation}") for row, operation, *_ in moved)
+        again = dataclasses.replace(given, only=f"^({names})$")
+        later = report.moved(old, measure(_chosen(rows, again), again))
+        moved = {key: line for key, line in sorted(later.items()) if key in moved}
+        print(*moved.values(), sep="\n")
+    return int(bool(moved) or any("unequal" in row for row in found.values()))
 
 
 def _chosen(rows: Sequence[Row], options: Options) -> list[Row]:
@@ -151,7 +91,7 @@ def _chosen(rows: Sequence[Row], options: Options) -> list[Row]:
     if not chosen:
         raise ValueError(f"nothing matches --only {options.only}")
     known = {library for row in chosen for library in row.builders}
-    if unknown := (options.libraries or frozenset()) - known:
+    if unknown := set(filter(None, options.libraries.split(","))) - known:
         raise ValueError(
             f"no library {', '.join(sorted(unknown))} in these rows; "
             f"choose among {', '.join(sorted(known))}"

@@ -30,13 +30,11 @@ class Arrivals:
         capacity: Rows the buffer holds, N.
         batch: Rows per add, B.
         width: Numbers in a state, D.
-        shared: How many of them, from the first on, are the same in all states.
     """
 
     capacity: int
     batch: int = 256
     width: int = 64
-    shared: int = 0
 
     @property
     def drift(self) -> np.float32:
@@ -47,7 +45,7 @@ class Arrivals:
     def moves(self) -> np.ndarray:
         """Returns the distance that a batch of states moves between passes, [B, D] float32."""
         rows = np.arange(self.batch)[:, None] % REPEATED != 0
-        return (rows & (np.arange(self.width) >= self.shared)).astype(np.float32)
+        return np.broadcast_to(rows, (self.batch, self.width)).astype(np.float32)
 
     def initial(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the contents of a buffer of the best rows after many of them: [N, D] and [N]."""
@@ -57,18 +55,13 @@ class Arrivals:
         age = np.arange(seen, 0, -1, dtype=np.float32) / self.batch
         scores = rng.standard_normal(seen, np.float32) - age * self.drift
         best = np.sort(np.argpartition(scores, seen - self.capacity)[-self.capacity :])
-        return self._states(rng, self.capacity), scores[best]
+        return rng.random((self.capacity, self.width), np.float32), scores[best]
 
     def pool(self) -> tuple[np.ndarray, np.ndarray]:
         """The states [K, B, D] and the log rewards [K, B] of the batches before they move."""
         rng = np.random.default_rng(1)
-        states = self._states(rng, NUM_BATCHES, self.batch)
+        states = rng.random((NUM_BATCHES, self.batch, self.width), np.float32)
         return states, rng.standard_normal((NUM_BATCHES, self.batch), np.float32)
-
-    def _states(self, rng: np.random.Generator, *shape: int) -> np.ndarray:
-        states = rng.random((*shape, self.width), np.float32)
-        states[..., : self.shared] = 0.0
-        return states
 
 
 class Source:

@@ -14,7 +14,7 @@ The second table has the steps of a learner with a ``Hosted`` buffer: the next b
 the priorities of the last one are known, or after. Forced devices share the cores of one CPU, so
 their times say nothing about accelerators.
 
-``--scale`` prints what more devices would send instead; see [`benchmarks.scale`][].
+What more devices would send is in [`benchmarks.scale`][].
 """
 
 import argparse
@@ -220,21 +220,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=7, help="blocks of calls that are timed")
     parser.add_argument("--calls", type=int, default=20, help="calls in a block")
     parser.add_argument("--quick", action="store_true", help="small, to see that it works")
-    parser.add_argument("--scale", action="store_true", help="count for up to 4,096 devices")
     options = parser.parse_args(argv)
     if options.quick:
         quick = {"capacity": 2**12, "batch": 64, "width": 64, "blocks": 1, "calls": 2}
         vars(options).update(quick)
     if options.capacity % SHARDS or options.batch % (4 * SHARDS):
         parser.error(f"--capacity has to be a multiple of {SHARDS}, and --batch of {4 * SHARDS}")
-    jax.config.update("jax_num_cpu_devices", 64 if options.scale else options.devices)
+    jax.config.update("jax_num_cpu_devices", options.devices)
     print(f"{jax.device_count()} × {jax.devices()[0].device_kind}, jax {jax.__version__}")
-    if options.scale:
-        # It needs this module.
-        from benchmarks import scale
-
-        scale.report()
-        return 0
     print(f"{options.capacity:,} items in all, batches of {options.batch}\n")
     header = ["buffer", "devices", "exchange", "shards", "collectives", "bytes", "µs"]
     print(markdown(header, sharded(options)))

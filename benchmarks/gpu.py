@@ -1,10 +1,8 @@
 """The rows for one GPU, in one command: ``python -m benchmarks.gpu``, or ``make benchmark-gpu``.
 
-It first checks on the device that jaxbuf does what a NumPy model does, then measures, and in the
-end says which targets are met. Every measured time goes to `benchmark-gpu.json`, the tables to
-`benchmark-gpu.md`, with a picture beside it: these are the files to send back. The options are
-those of ``python -m benchmarks``. Where there is no GPU everything is small and says nothing about
-speed.
+It first checks on the device that jaxbuf does what a NumPy model does, then measures. The results
+go to `benchmark-gpu.json`, the file to send back. The options are those of ``python -m
+benchmarks``. Where there is no GPU everything is small and says nothing about speed.
 
 * `gpu-per-C-B`: the operations of `per-mujoco` on 2^C slots with batches of B, jaxbuf and flashbax;
   flashbax is told that its device is a GPU, and so takes the path it has for that.
@@ -57,13 +55,12 @@ def rows(options: Options) -> list[Row]:
                 name,
                 "Atari" if workload is GATHER else "MuJoCo",
                 _small(workload) if options.quick else workload,
-                options,
             )
             for name, workload in replay.items()
         ),
-        growth_row("gpu-growth-jaxbuf", "jaxbuf", SMALL, capacities, options),
-        growth_row("gpu-growth-flashbax", "flashbax", SMALL, capacities, options),
-        growth_row("gpu-add-one", "jaxbuf", one, capacities, options),
+        growth_row("gpu-growth-jaxbuf", "jaxbuf", SMALL, capacities),
+        growth_row("gpu-growth-flashbax", "flashbax", SMALL, capacities),
+        growth_row("gpu-add-one", "jaxbuf", one, capacities),
     ]
 
 
@@ -99,12 +96,12 @@ def check(batches: Sequence[int]) -> None:
     """
     for batch in batches:
         workload = Workload(CARTPOLE, max(512, 2 * batch), 64, batch, 1).small()
-        equality.check_draws(JaxSubject(per.bind_jaxbuf(workload, Options()), workload))
-        subject = JaxSubject(per.bind_jaxbuf(workload, Options()), workload)
+        equality.check_draws(JaxSubject(per.bind_jaxbuf(workload), workload))
+        subject = JaxSubject(per.bind_jaxbuf(workload), workload)
         equality.check_calls(subject, rounds=4, add=True)
         check_duplicates(subject)
     steps = dataclasses.replace(windows.WORKLOAD, capacity=64 * 64).small()
-    equality.check_draws(JaxSubject(windows.bind_jaxbuf(steps, Options()), steps))
+    equality.check_draws(JaxSubject(windows.bind_jaxbuf(steps), steps))
 
 
 def check_duplicates(subject: JaxSubject) -> None:
@@ -131,7 +128,6 @@ GPU = Program(
     "jaxbuf and flashbax on one GPU.",
     rows,
     Path("benchmark-gpu.json"),
-    Path("benchmark-gpu.md"),
 )
 
 

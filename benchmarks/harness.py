@@ -38,25 +38,31 @@ class Options:
     """The options of the command line.
 
     Attributes:
-        quick: Small buffers and few repeats: to see that everything runs, not to quote.
-        capacity: Number of slots for every row; None for each row's own.
-        scheduler: XLA:CPU thunk scheduler of the programs the benchmark compiles itself, for all
-            libraries alike: "default" or "memory".
-        wait: Wait for the result after every "call" from Python, or after every "block" of calls.
-        only: Regular expression searched in `row/operation`.
-        libraries: The libraries to run, or None for all.
-        repeats: Number of turns; None for the default.
-        runs: How often everything is done, from filling the buffers on.
+        only: Run the operations in whose `ROW/OPERATION` this regular expression is found.
+        repeats: Interleaved turns per operation.
+        runs: Do all of it so many times, from filling the buffers on.
+        libraries: Run these libraries only, separated by commas.
+        capacity: Slots of every row; without it each row's own.
+        quick: Small buffers, few repeats: a trial, not a result.
     """
 
-    quick: bool = False
-    capacity: int | None = None
-    scheduler: str = "default"
-    wait: str = "call"
     only: str = ""
-    libraries: frozenset[str] | None = None
     repeats: int | None = None
     runs: int = 1
+    libraries: str = ""
+    capacity: int | None = None
+    quick: bool = False
+
+    def __post_init__(self):
+        """Checks the numbers and the pattern."""
+        for name in ("repeats", "runs", "capacity"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1")
+        try:
+            re.compile(self.only)
+        except re.error as error:
+            message = f"--only {self.only!r} is not a regular expression: {error}"
+            raise ValueError(message) from None
 
     @property
     def turns(self) -> int:
@@ -164,18 +170,9 @@ class Timing:
         ratios = self.microseconds[peer] / self.microseconds[self.reference]
         low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
         if self.runs > 1:
-            medians = self.ratios(peer)
+            medians = np.median(ratios.reshape(self.runs, -1), axis=1)
             low, high = medians.min(), medians.max()
         return float(low), float(middle), float(high)
-
-    def ratios(self, peer: str, library: str | None = None) -> np.ndarray:
-        """The median of peer time over that of a library, or the reference, in each run [runs]."""
-        ratios = self.microseconds[peer] / self.microseconds[library or self.reference]
-        return np.median(ratios.reshape(self.runs, -1), axis=1)
-
-    def medians(self, library: str) -> np.ndarray:
-        """Median time of one operation in microseconds in each run [runs]."""
-        return np.median(self.microseconds[library].reshape(self.runs, -1), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +272,7 @@ def run_row(row: Row, options: Options, progress: Callable[[str, int], None]) ->
     result = RowResult(row)
     contestants: dict[str, Contestant] = {}
     for library, builder in row.builders.items():
-        if options.libraries is not None and library not in options.libraries:
+        if options.libraries and library not in options.libraries.split(","):
             continue
         progress(f"{row.name}: {library}: filling and checking", 0)
         try:

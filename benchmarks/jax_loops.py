@@ -7,7 +7,7 @@ called and timed is in [`benchmarks.programs`][].
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import equality, limits
-from benchmarks.harness import Operation, Options, UnequalWork, repeat_calls
+from benchmarks.harness import Operation, UnequalWork, repeat_calls
 from benchmarks.programs import (
     Sample,
     State,
@@ -51,8 +51,7 @@ class Binding:
             batch being 1; None to leave them out.
         slots: Picks what `update` wants out of a sample.
         probability: Picks the probabilities [B] out of a sample; None if the library has none.
-        arguments: What to hand to `add` for new items, leaves [B, ...]: one after the other, if
-            they are several.
+        arguments: What to hand to `add` for new items, leaves [B, ...].
     """
 
     create: Callable[[], State]
@@ -66,7 +65,7 @@ class Binding:
     call_weights: Callable[[State, Sample], jax.Array] | None = None
     slots: Callable[[Sample], Any] = lambda sample: None
     probability: Callable[[Sample], jax.Array] | None = None
-    arguments: Callable[[Items], Sequence[Any]] = lambda items: (items,)
+    arguments: Callable[[Items], Any] = lambda items: items
 
     def result(self, sample: Sample) -> jax.Array:
         """One array of a sample to wait for: all outputs of a program are ready at once."""
@@ -90,8 +89,9 @@ class JaxSubject:
 
     def add(self, items: Items) -> None:
         """See `equality.Subject`."""
-        for argument in self.binding.arguments(items):
-            self.state = self.binding.call_add(self.state, jax.device_put(argument))
+        self.state = self.binding.call_add(
+            self.state, jax.device_put(self.binding.arguments(items))
+        )
 
     def sample(self, seed: int) -> equality.CheckedSample:
         """See `equality.Subject`."""
@@ -167,23 +167,21 @@ def scan_cycle(binding: Binding) -> Callable[..., Any]:
 class ReplayContestant:
     """A JAX library on a replay job; a `benchmarks.harness.Contestant`."""
 
-    def __init__(self, bind: Callable[[Workload], Binding], workload: Workload, options: Options):
+    def __init__(self, bind: Callable[[Workload], Binding], workload: Workload):
         """Fills a buffer to capacity.
 
         Args:
             bind: Makes the library's binding for a workload.
             workload: The job.
-            options: How to compile and wait.
         """
         self._bind = bind
         self._workload = workload
-        self._options = options
         self._subject = JaxSubject(bind(workload), workload)
         self._binding = self._subject.binding
         keys = jax.random.split(jax.random.key(0), workload.scan_length)
         serials = np.arange(workload.add_size)
         items = workload.transitions.items(serials)
-        self._items = jax.device_put(self._binding.arguments(items)[0])
+        self._items = jax.device_put(self._binding.arguments(items))
         self._scanned_keys = keys
         self._scanned_priorities = jax.random.uniform(
             jax.random.key(1), (workload.scan_length, workload.sample_size), minval=0.05
@@ -202,7 +200,7 @@ class ReplayContestant:
         binding = self._binding
 
         def ready(function: Callable[..., Any], *arguments: Any) -> Any:
-            return compiled(function, self._options, self._subject.state, *arguments)
+            return compiled(function, self._subject.state, *arguments)
 
         keys, priorities = self._scanned_keys, self._scanned_priorities
         self._scan_add = ready(scan_add(binding.add, self._workload.scan_length), self._items)
@@ -304,8 +302,12 @@ class ReplayContestant:
                 self._draw_slots,
             )
         if self._binding.call_weights is not None:
-            operations["python sample+weights"] = Operation(self._python_weights)
-            operations["python cycle+weights"] = Operation(self._python_weighted_cycle)
+            operations["python sample+weights"] = Operation(
+                functools.partial(self._python_sample, weighted=True)
+            )
+            operations["python cycle+weights"] = Operation(
+                functools.partial(self._python_cycle, weighted=True)
+            )
         return {
             name: dataclasses.replace(operation, **self._limits(name))
             for name, operation in operations.items()
@@ -358,15 +360,15 @@ class ReplayContestant:
 
     def _memory_of_call(self, what: str) -> int:
         """Bytes that one call needs, compiled by itself."""
-        binding, options, state = self._binding, self._options, self._subject.state
+        binding, state = self._binding, self._subject.state
         if what == "sample":
             key = self._keys[0]
-            return memory_beyond(compiled(binding.sample, options, state, key, donate=False))
+            return memory_beyond(compiled(binding.sample, state, key, donate=False))
         if what == "add":
-            return memory_beyond(compiled(binding.add, options, state, self._items))
+            return memory_beyond(compiled(binding.add, state, self._items))
         assert binding.update is not None
         given = self._slots[0], self._priorities[0]
-        return memory_beyond(compiled(binding.update, options, state, *given))
+        return memory_beyond(compiled(binding.update, state, *given))
 
     def facts(self) -> Mapping[str, str]:
         """Bytes of state beyond the data."""
@@ -378,93 +380,44 @@ class ReplayContestant:
 
     def _python_add(self, calls: int) -> float:
         call, items = self._binding.call_add, self._items
-
-        def step(state: State) -> State:
-            return call(state, items)
-
-        return self._repeat_in_place(step, calls)
+        return repeat_in_place(self._subject, lambda state: call(state, items), calls)
 
     def _python_update(self, calls: int) -> float:
         call = self._binding.call_update
         assert call is not None
         arguments = itertools.cycle(list(zip(self._slots, self._priorities, strict=True)))
+        return repeat_in_place(self._subject, lambda state: call(state, *next(arguments)), calls)
 
-        def step(state: State) -> State:
-            slots, priority = next(arguments)
-            return call(state, slots, priority)
-
-        return self._repeat_in_place(step, calls)
-
-    def _python_cycle(self, calls: int) -> float:
-        binding, items, arguments = self._binding, self._items, self._cycle_arguments()
-        wait_each = self._options.wait == "call"
-        result: jax.Array | None = None
-
-        def step(state: State) -> State:
-            nonlocal result
-            key, priority = next(arguments)
-            state = binding.call_add(state, items)
-            sample = binding.call_sample(state, key)
-            if binding.call_update is not None:
-                return binding.call_update(state, binding.slots(sample), priority)
-            result = binding.result(sample)
-            if wait_each:
-                result.block_until_ready()
-            return state
-
-        return repeat_in_place(
-            self._subject, step, self._options, calls, lambda: jax.block_until_ready(result)
-        )
-
-    def _python_weighted_cycle(self, calls: int) -> float:
-        binding, items, arguments = self._binding, self._items, self._cycle_arguments()
-        call_weights, call_update = binding.call_weights, binding.call_update
-        assert call_weights is not None
-        assert call_update is not None
-        wait_each = self._options.wait == "call"
+    def _python_cycle(self, calls: int, *, weighted: bool = False) -> float:
+        binding, items = self._binding, self._items
+        arguments = itertools.cycle(list(zip(self._keys, self._priorities, strict=True)))
 
         def step(state: State) -> State:
             key, priority = next(arguments)
             state = binding.call_add(state, items)
             sample = binding.call_sample(state, key)
-            weights = call_weights(state, sample)
-            if wait_each:
-                weights.block_until_ready()
-            return call_update(state, binding.slots(sample), priority)
+            if weighted or binding.call_update is None:
+                self._wanted(state, sample, weighted).block_until_ready()
+            if binding.call_update is None:
+                return state
+            return binding.call_update(state, binding.slots(sample), priority)
 
-        return self._repeat_in_place(step, calls)
+        return repeat_in_place(self._subject, step, calls)
 
-    def _cycle_arguments(self) -> Iterator[tuple[jax.Array, jax.Array]]:
-        return itertools.cycle(list(zip(self._keys, self._priorities, strict=True)))
-
-    def _python_sample(self, calls: int) -> float:
-        call, result, state = (
-            self._binding.call_sample,
-            self._binding.result,
-            self._subject.state,
-        )
-        return self._repeat(lambda key: result(call(state, key)), calls)
-
-    def _python_weights(self, calls: int) -> float:
-        call_weights, call, state = (
-            self._binding.call_weights,
+    def _python_sample(self, calls: int, *, weighted: bool = False) -> float:
+        call, state, keys = (
             self._binding.call_sample,
             self._subject.state,
+            itertools.cycle(self._keys),
         )
-        assert call_weights is not None
-        return self._repeat(lambda key: call_weights(state, call(state, key)), calls)
 
-    def _repeat(self, draw: Callable[[jax.Array], jax.Array], calls: int) -> float:
-        keys, wait_each = itertools.cycle(self._keys), self._options.wait == "call"
-        last: jax.Array | None = None
+        def draw() -> None:
+            self._wanted(state, call(state, next(keys)), weighted).block_until_ready()
 
-        def call() -> None:
-            nonlocal last
-            last = draw(next(keys))
-            if wait_each:
-                last.block_until_ready()
+        return repeat_calls(draw, calls)
 
-        return repeat_calls(call, calls, lambda: jax.block_until_ready(last))
-
-    def _repeat_in_place(self, step: Callable[[State], State], calls: int) -> float:
-        return repeat_in_place(self._subject, step, self._options, calls)
+    def _wanted(self, state: State, sample: Sample, weighted: bool) -> jax.Array:
+        if not weighted:
+            return self._binding.result(sample)
+        assert self._binding.call_weights is not None
+        return self._binding.call_weights(state, sample)

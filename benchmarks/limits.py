@@ -64,10 +64,6 @@ class Traffic:
             max(self.within, other.within),
         )
 
-    def __mul__(self, times: int) -> "Traffic":
-        """The same in each of several buffers."""
-        return Traffic(self.streamed * times, self.jumps * times, self.within * times)
-
     def seconds(self) -> float:
         """The least time this takes here."""
         jumping = self.jumps * jump_seconds(self.within) if self.jumps else 0.0
@@ -130,7 +126,7 @@ def dispatch_seconds(donated: int, given: int, made: int) -> float:
         made: Arrays returned besides, scalars.
     """
     state, rest = _scalars(donated), _scalars(given)
-    call = empty(jax.tree.structure((0,) * made))
+    call = empty(made)
     held = [call(state, rest)]
 
     def once() -> Any:
@@ -142,16 +138,12 @@ def dispatch_seconds(donated: int, given: int, made: int) -> float:
 
 
 @functools.cache
-def empty(made: jax.tree_util.PyTreeDef) -> Callable[[Any, Any], Any]:
-    """A jitted function that returns its first argument, donated, and new scalars.
-
-    Args:
-        made: How the scalars are put together.
-    """
+def empty(made: int) -> Callable[[Any, Any], Any]:
+    """A jitted function that returns its first argument, donated, and so many new scalars."""
 
     def nothing(state: Any, given: Any) -> Any:
         del given
-        return state, made.unflatten([jnp.float32(0.0)] * made.num_leaves)
+        return state, (jnp.float32(0.0),) * made
 
     return jax.jit(nothing, donate_argnums=0, keep_unused=True)
 

@@ -1,9 +1,8 @@
 """Programs of JAX: how they are compiled, called in turns, and what memory they need.
 
-From Python, a call is timed until its result is there (`--wait call`), or a block of calls until
-the last result is there (`--wait block`). Inside `lax.scan` the state is the carry and donated; a
-sampled batch is a carry too, so that every iteration has to write it out in full, as for a learner,
-and cannot be optimized away.
+From Python, a call is timed until its result is there. Inside `lax.scan` the state is the carry and
+donated; a sampled batch is a carry too, so that every iteration has to write it out in full, as for
+a learner, and cannot be optimized away.
 """
 
 import dataclasses
@@ -15,34 +14,22 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from benchmarks.harness import Options, repeat_calls
+from benchmarks.harness import repeat_calls
 
 State = Any
 Sample = Any
 
 
-def compiler_options(options: Options) -> dict[str, str] | None:
-    """XLA options for every program that the benchmark compiles, whichever the library."""
-    if options.scheduler == "memory" and jax.default_backend() == "cpu":
-        return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    return None
-
-
 def compiled(
-    function: Callable[..., Any],
-    options: Options,
-    state: State,
-    *arguments: Any,
-    donate: bool = True,
+    function: Callable[..., Any], state: State, *arguments: Any, donate: bool = True
 ) -> Any:
     """A program that takes the state first, ready to run; if it donates it, it returns it first.
 
     The same program is compiled once, however many runs there are.
     """
-    donated = 0 if donate else None
-    jitted = jax.jit(function, donate_argnums=donated, compiler_options=compiler_options(options))
+    jitted = jax.jit(function, donate_argnums=0 if donate else None)
     lowered = jitted.lower(state, *arguments)
-    same = (options.scheduler, lowered.as_text(), lowered.in_tree, lowered.out_tree)
+    same = lowered.as_text(), lowered.in_tree, lowered.out_tree
     if same not in _COMPILED:
         _COMPILED[same] = lowered.compile()
     return _COMPILED[same]
@@ -63,22 +50,15 @@ class Holder(Protocol):
     state: State
 
 
-def repeat_in_place(
-    holder: Holder,
-    step: Callable[[State], State],
-    options: Options,
-    calls: int,
-    finish: Callable[[], object] = lambda: None,
-) -> float:
-    """Seconds that `calls` steps of the state take, each a call from Python, and `finish`."""
-    wait, wait_each = _waiter(holder.state), options.wait == "call"
+def repeat_in_place(holder: Holder, step: Callable[[State], State], calls: int) -> float:
+    """Seconds that `calls` steps of the state take, each a call from Python."""
+    wait = _waiter(holder.state)
 
     def call() -> None:
         holder.state = step(holder.state)
-        if wait_each:
-            wait(holder.state)
+        wait(holder.state)
 
-    return repeat_calls(call, calls, lambda: (jax.block_until_ready(holder.state), finish()))
+    return repeat_calls(call, calls)
 
 
 def scanned(

@@ -1,6 +1,12 @@
-"""Tables of the results, for the terminal, as markdown and as JSON."""
+"""The results of a run: as a table, as JSON, and beside an earlier one.
 
-import dataclasses
+A file of results has the command line, the machine, and for every row its operations. Of each
+operation it has, by the name of the library, `us`, the median time in microseconds, `ratio`, that
+time over the one of the row's `reference` (a quartile, the median, a quartile of the turns; of
+several runs the least median, the median, the largest), `floor`, the least microseconds that this
+machine needs, and `kib`, the memory of a compiled program beyond the state.
+"""
+
 import importlib.metadata
 import json
 import os
@@ -12,14 +18,10 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import PURE, REFERENCE, Limit, Options, RowResult, Timing
-from benchmarks.targets import verdicts
-
-NOTES = "## What bounds these numbers"
-"""The heading of the notes, which a new report keeps."""
+import jaxbuf
+from benchmarks.harness import RowResult
 
 DISTRIBUTIONS = (
-    "jaxbuf",
     "jax",
     "jaxlib",
     "jax-cuda12-plugin",
@@ -29,22 +31,29 @@ DISTRIBUTIONS = (
     "flashbax",
     "cpprb",
 )
+MOVED = 1.2
+"""A ratio that changes by a smaller factor is no news."""
 
 
 def machine() -> dict[str, str]:
     """Returns the machine, its load, and the versions that matter to times."""
-    facts = {
-        "CPU": _cpu_model(),
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "CPU": names[0] if names else platform.processor() or platform.machine(),
         "cores": str(os.cpu_count()),
         "load average before": f"{os.getloadavg()[0]:.1f}",
         "device": f"{jax.default_backend()} ({jax.devices()[0].device_kind})",
+        **versions(),
     }
-    return facts | versions()
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the libraries that are there."""
-    found = {"Python": platform.python_version()}
+    found = {"Python": platform.python_version(), "jaxbuf": jaxbuf.__version__}
     for name in DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
@@ -53,32 +62,52 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def as_dict(result: RowResult) -> dict[str, Any]:
+    """Returns what was found in a row, as a file of results has it."""
+    row, operations = result.row, dict[str, Any]()
+    for name, timing in result.timings.items():
+        libraries, limits = list(timing.microseconds), result.limits.get(name, {})
+        peers = [peer for peer in libraries if timing.compared and peer != timing.reference]
+        told = libraries if not row.alike else [row.reference]
+        found = {
+            "us": {library: _short(timing.median(library)) for library in libraries},
+            "ratio": {peer: [*map(_short, timing.ratio(peer))] for peer in peers},
+            "floor": {
+                library: _short(limit.floor)
+                for library, limit in limits.items()
+                if library in told and limit.floor is not None
+            },
+            "kib": {
+                library: _short(limit.memory / 1024)
+                for library, limit in limits.items()
+                if limit.memory is not None
+            },
+        }
+        operations[name] = {what: values for what, values in found.items() if values}
+    facts: dict[str, dict[str, str]] = {}
+    for library, known in result.facts.items():
+        for name, value in known.items():
+            facts.setdefault(name, {})[library] = value
+    more = {"facts": facts, "skipped": result.skipped, "unequal": result.unequal}
+    return {
+        "title": row.title,
+        "reference": row.reference,
+        "operations": operations,
+        **{name: value for name, value in more.items() if value},
+    }
 
 
-def _microseconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _short(number: float) -> float:
+    short = float(f"{number:.4g}")
+    return int(short) if short == int(short) else short
 
 
-def _timing_cells(timing: Timing, libraries: Sequence[str]) -> list[str]:
-    cells: list[str] = []
-    for library in libraries:
-        timed = library in timing.microseconds
-        cells.append(_microseconds(timing.median(library)) if timed else "–")
-        if library == timing.reference:
-            continue
-        if timed and timing.compared:
-            low, middle, high = timing.ratio(library)
-            cells.append(f"**{middle:.2f}** ({low:.2f}–{high:.2f})")
-        else:
-            cells.append("–")
-    return cells
+def as_json(command: str, facts: Mapping[str, str], rows: Mapping[str, Any]) -> str:
+    """The text of a file of results, in which an operation and a fact are one line each."""
+    document = {"command": command, "machine": facts, "rows": rows}
+    text = json.dumps(document, indent=1, separators=(",", ":"), ensure_ascii=False)
+    text = re.sub(r"\n {4}(?=[}\]])", "", re.sub(r"\n {5,}", "", text))
+    return f"{text}\n"
 
 
 def aligned(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -94,199 +123,87 @@ def aligned(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(marks), *map(line, lines)])
 
 
-def _limits_table(result: RowResult, libraries: Sequence[str]) -> str | None:
-    """Returns a table of the floor under each operation, the distance from it, and its memory."""
-    header, columns = ["limits"], list[list[str]]()
-    for library in libraries:
-        known = {name: found.get(library, Limit()) for name, found in result.limits.items()}
-        told = library == result.row.reference or not result.row.alike
-        if told and any(limit.floor is not None for limit in known.values()):
-            header.append(f"{library}: floor, µs")
-            columns.append([_floor_cell(result, name, library) for name in result.timings])
-        if any(limit.memory is not None for limit in known.values()):
-            header.append(f"{library}: memory, KiB")
-            columns.append([_memory_cell(known.get(name, Limit())) for name in result.timings])
-    if not columns:
-        return None
-    return aligned(header, list(zip(result.timings, *columns, strict=True)))
+def columns(row: Mapping[str, Any], *, short: bool = False) -> dict[str, dict[str, str]]:
+    """The cells of a row of the benchmark, operation by operation, under the heads of columns.
 
-
-def _floor_cell(result: RowResult, name: str, library: str) -> str:
-    floor = result.limits[name].get(library, Limit()).floor
-    if not floor or library not in result.timings[name].microseconds:
-        return "–"
-    return f"{_microseconds(floor)} (×{result.timings[name].median(library) / floor:.1f})"
-
-
-def _memory_cell(limit: Limit) -> str:
-    return "–" if limit.memory is None else f"{limit.memory / 1024:,.1f}"
-
-
-def row_markdown(result: RowResult) -> str:
-    """One row of the benchmark as a section of markdown."""
-    measured = {name for timing in result.timings.values() for name in timing.microseconds}
-    libraries = [name for name in result.row.builders if name in measured]
-    parts = [f"### {result.row.name}\n\n{result.row.title}."]
-    if result.timings:
-        header = ["operation"]
+    Args:
+        row: As a file of results has it.
+        short: Whether to leave out the times of others than the reference, and their floors.
+    """
+    found, reference = row["operations"].values(), row["reference"]
+    libraries = list(dict.fromkeys(name for one in found for name in one["us"]))
+    libraries.sort(key=lambda name: name != reference)
+    floors = list(dict.fromkeys(name for one in found for name in one.get("floor", ())))
+    table: dict[str, dict[str, str]] = {}
+    for operation, one in row["operations"].items():
+        cells = table[operation] = {}
         for library in libraries:
-            header.append(f"{library}, µs")
-            if library != result.row.reference:
-                header.append(f"{library} / {result.row.reference}")
+            if library == reference or not short:
+                cells[f"{library}, µs"] = _microseconds(one["us"].get(library))
+            if library != reference:
+                ratio, time = one.get("ratio", {}).get(library), one["us"].get(library)
+                alone = f"{_microseconds(time)} µs" if short and time is not None else "–"
+                cells[f"{library} / {reference}"] = spread(ratio) if ratio else alone
+        for library in [reference][: len(floors)] if short else floors:
+            head = "floor, µs" if short else f"{library}: floor, µs"
+            cells[head] = _microseconds(one.get("floor", {}).get(library))
+    return table
+
+
+def _microseconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def spread(ratio: Sequence[float]) -> str:
+    """A ratio with its bounds."""
+    low, middle, high = ratio
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def section(name: str, row: Mapping[str, Any]) -> str:
+    """One row of the benchmark as a section of markdown."""
+    parts = [f"### {name}\n\n{row['title']}."]
+    if table := columns(row):
+        header = ["operation", *next(iter(table.values()))]
+        parts.append(aligned(header, [[name, *cells.values()] for name, cells in table.items()]))
+    if facts := row.get("facts"):
+        libraries = list(dict.fromkeys(name for known in facts.values() for name in known))
         lines = [
-            [operation, *_timing_cells(timing, libraries)]
-            for operation, timing in result.timings.items()
-        ]
-        parts.append(aligned(header, lines))
-        if table := _limits_table(result, libraries):
-            parts.append(table)
-    names = list(dict.fromkeys(name for facts in result.facts.values() for name in facts))
-    if names:
-        lines = [
-            [name, *(result.facts[library].get(name, "–") for library in libraries)]
-            for name in names
+            [name, *(known.get(library, "–") for library in libraries)]
+            for name, known in facts.items()
         ]
         parts.append(aligned(["besides", *libraries], lines))
-    for library, reason in result.skipped.items():
+    for library, reason in row.get("skipped", {}).items():
         parts.append(f"{library} is left out: {reason}.")
-    for library, reason in result.unequal.items():
+    for library, reason in row.get("unequal", {}).items():
         parts.append(f"{library} FAILED the check of equal work: {reason}.")
     return "\n\n".join(parts)
 
 
-def targets_markdown(results: Sequence[RowResult], options: Options) -> str:
-    """Returns the targets, and which of them are met, as a section of markdown."""
-    if options.quick or options.capacity:
-        return "## Targets\n\nTargets are for full buffers: a trial says nothing about them."
-    found = verdicts(results)
-    met = sum(verdict.met for verdict in found)
-    purely = sum(verdict.met_purely for verdict in found)
-    measured = sum(verdict.values is not None for verdict in found)
-    header = ["row", "what", "wanted", REFERENCE, "", PURE, ""]
-    table = aligned(header, [verdict.cells for verdict in found])
-    return (
-        f"## Targets\n\n{met} of {measured} measured targets are met, and {purely} without kernels "
-        f"in C++ ({PURE}). A target is met if every run meets it.\n\n{table}"
-    )
-
-
-def _notes(path: Path) -> str:
-    """Returns the notes below the tables of an earlier report."""
-    if not path.exists():
-        return ""
-    _, heading, text = path.read_text().partition(f"\n{NOTES}")
-    return f"\n{heading.lstrip()}{text}" if heading else ""
-
-
-def markdown(
-    results: Sequence[RowResult],
-    options: Options,
-    command: str,
-    facts: Mapping[str, str],
-    picture: str | None = None,
-) -> str:
-    """Returns the whole report, which says how to read and repeat it.
+def moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[tuple[str, str, str, bool], str]:
+    """The ratios whose quartiles are apart, and that changed by more than a fifth.
 
     Args:
-        results: The rows.
-        options: The options of the run.
-        command: The command line that repeats it.
-        facts: The output of `machine` before the run.
-        picture: A picture to show, relative to the report, or None.
+        old: The rows of an earlier file of results.
+        new: The rows of this run. What only one of them has is not compared.
+
+    Returns:
+        A line for each ratio, by its row, operation and library, and whether it fell.
     """
-    lines = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    scheduler = (
-        "" if options.scheduler == "default" else f" XLA:CPU scheduler: {options.scheduler}."
-    )
-    sections = "\n\n".join(row_markdown(result) for result in results)
-    turns, bounds = f"{options.turns} interleaved turns", "the quartiles"
-    if options.runs > 1:
-        turns = f"{options.runs} runs of {turns}"
-        bounds = "the smallest and the largest median of a run"
-    shown = f"## Growth\n\n![Time of each operation against slots]({picture})\n\n"
-    return f"""# Benchmark results
-
-Times are microseconds per operation, medians over {turns}. A ratio is the time of
-a library divided by the time of {REFERENCE}, or of another reference where the column says so:
-above 1, {REFERENCE} is faster. It is the median of the ratios within a turn; in parentheses are
-{bounds}.
-"python" is a call from Python, timed until its result is there. "scan" is one iteration inside a
-compiled `lax.scan`.{scheduler} The docstrings in `benchmarks/rows` say what exactly is compared.
-
-A floor is the least time that an operation can take on this machine, by the data that it has to
-move and, from Python, by empty calls (`benchmarks/limits.py`). In parentheses is the time of the
-library divided by its floor. Memory is the memory of the compiled program beyond the state,
-including its outputs.
-
-Repeat with `{command}`.
-
-| machine | |
-| --- | --- |
-{lines}
-
-{targets_markdown(results, options)}
-
-{shown if picture else ""}## Rows
-
-{sections}
-"""
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a report, and keeps the notes below the tables of the previous one."""
-    path.write_text(text + _notes(path))
-
-
-def section(text: str, heading: str) -> str:
-    """Returns what is below a heading, up to the next one; nothing if there is no such heading."""
-    _, _, below = text.partition(f"\n{heading}\n")
-    return re.split("^#", below, maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def write_section(path: Path, heading: str, text: str) -> None:
-    """Replaces what is below a heading of a file, which comes last if it is not there yet."""
-    whole = path.read_text() if path.exists() else ""
-    if f"\n{heading}\n" not in whole:
-        whole = f"{whole.rstrip()}\n\n{heading}\n"
-    before, _, below = whole.partition(f"\n{heading}\n")
-    rest = below.removeprefix(section(whole, heading))
-    path.write_text(f"{before}\n{heading}\n\n{text}\n" + (f"\n{rest}" if rest else ""))
-
-
-def as_json(
-    results: Sequence[RowResult], options: Options, command: str, facts: Mapping[str, str]
-) -> str:
-    """Everything measured, every turn included; the arguments are those of `markdown`."""
-    document = {
-        "command": command,
-        "machine": dict(facts),
-        "options": {**dataclasses.asdict(options), "libraries": sorted(options.libraries or ())},
-        "rows": {result.row.name: _row_json(result) for result in results},
-        "targets": [verdict.cells for verdict in verdicts(results)],
-    }
-    return json.dumps(document, indent=1)
-
-
-def _row_json(result: RowResult) -> dict[str, Any]:
-    return {
-        "title": result.row.title,
-        "operations": {name: _timing_json(timing) for name, timing in result.timings.items()},
-        "limits": {
-            name: {library: dataclasses.asdict(limit) for library, limit in found.items()}
-            for name, found in result.limits.items()
-        },
-        "facts": result.facts,
-        "skipped": result.skipped,
-        "unequal": result.unequal,
-    }
-
-
-def _timing_json(timing: Timing) -> Mapping[str, Any]:
-    peers = [name for name in timing.microseconds if name != timing.reference]
-    return {
-        "microseconds": {name: list(times) for name, times in timing.microseconds.items()},
-        "fastest": {name: float(times.min()) for name, times in timing.microseconds.items()},
-        "median": {name: timing.median(name) for name in timing.microseconds},
-        "ratio": {peer: timing.ratio(peer) for peer in peers} if timing.compared else {},
-        "runs": timing.runs,
-    }
+    found: dict[tuple[str, str, str, bool], str] = {}
+    for row in new.keys() & old.keys():
+        for operation, one in new[row]["operations"].items():
+            before = old[row]["operations"].get(operation, {}).get("ratio", {})
+            for peer, now in one.get("ratio", {}).items():
+                was = before.get(peer, now)
+                fell = now[1] < was[1]
+                (low, _, _), (_, _, high) = (was, now) if fell else (now, was)
+                less, more = sorted((was[1], now[1]))
+                if high < low and more > MOVED * less:
+                    found[row, operation, peer, fell] = (
+                        f"{row}: {operation}: {peer} / {new[row]['reference']} was "
+                        f"{spread(was)} and is {spread(now)}"
+                    )
+    return found

@@ -1,4 +1,4 @@
-"""Counts for a ``Sharded`` on up to 4,096 devices: ``python -m benchmarks.devices --scale``.
+"""Counts for a ``Sharded`` on up to 4,096 devices: ``python -m benchmarks.scale``.
 
 The buffers are of ``ItemBuffer`` shards with ``Prioritized``, one on each device. The programs are
 compiled for 8 to 64 devices of a CPU and not run, and the formulas below are checked against the
@@ -15,27 +15,20 @@ bytes of a row. To each device come
 
 The number of rounds depends on the draw, and is simulated: stratified draws from *even* shards,
 whose total masses differ by 0.4 %, and from *skewed* ones, whose masses differ by a quarter.
-
-What each device does for all rows of a batch is timed in a process of its own, because forced
-devices share their threads.
 """
 
 import functools
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
 from benchmarks.devices import collectives, markdown
-from jaxbuf.strategies.prioritized import MassSummary
-from jaxbuf.wrappers.sharded.exchange import at_once, local_order, width_of_round
+from jaxbuf.wrappers.sharded.exchange import at_once, width_of_round
 
 COMPILED = (8, 16, 32, 64)
 DEVICES = (8, 64, 512, 4096)
@@ -193,61 +186,18 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.3g} {units[0]}"
 
 
-def times(shards: Sequence[int] = DEVICES, batches: Sequence[int] = BATCHES) -> list[list[str]]:
-    """Milliseconds of what every device does for all rows of a batch, on one device here."""
-    sampler = jaxbuf.Prioritized()
-    one = jaxbuf.ItemBuffer.create(jnp.float32(0), 2**14, sampler=sampler).add(jnp.zeros(2**14))
-    table = list[list[str]]()
-    for count in shards:
-        mass = jnp.asarray(np.random.default_rng(0).lognormal(size=count), jnp.float32)
-        size = jnp.full(count, 2**14, jnp.int32)
-        known = MassSummary(mass, mass, mass, size, size)
-        for rows in batches:
-            # So many rows of an update are those of one shard.
-            index = np.random.default_rng(0).integers(0, 2**14 * count, rows).astype(np.int32)
-            slots = jaxbuf.Slots(jnp.asarray(np.minimum(index, 2**14)), jnp.ones(rows, jnp.uint32))
-
-            @jax.jit
-            def targets(known: Any, key: Any, count: int = count, rows: int = rows) -> Any:
-                drawn = sampler.targets(known, key, rows, 2**14 * count)
-                return drawn.point, local_order(drawn.shard, count)
-
-            took = [
-                seconds(targets, known, jax.random.key(0)),
-                seconds(jax.jit(jaxbuf.ItemBuffer.update_priority), one, slots, jnp.ones(rows)),
-            ]
-            cells = [f"{count:,}", f"2^{rows.bit_length() - 1}"]
-            cells += [f"{second * 1e3:.3g}" for second in took]
-            table.append([*cells, *(f"{second / rows * 1e9:.0f}" for second in took)])
-    return table
-
-
-def seconds(program: Any, *args: Any) -> float:
-    """Seconds of a call, the least of a few, because other programs may run beside it."""
-    jax.block_until_ready(program(*args))
-    took = list[float]()
-    for _ in range(5):
-        began = time.perf_counter()
-        jax.block_until_ready(program(*args))
-        took.append(time.perf_counter() - began)
-    return min(took)
-
-
-def report() -> None:
-    """Prints three tables, the last one from a process with a single device."""
-    counts = [count for count in COMPILED if count <= jax.device_count()]
+def main() -> None:
+    """Prints two tables."""
     print("Compiled programs beside the formulas: bytes that come to a device, operations a row\n")
     header = ["program", "devices", "rows", "bytes a row", "collectives", "compiled", "formula"]
-    print(markdown([*header, "operations"], checks(counts)))
+    print(markdown([*header, "operations"], checks(COMPILED)))
     print("\nWhat a batch brings to each device, by the formulas and simulated draws\n")
     header = ["devices", "rows", "bytes a row", "own part of the batch"]
     for name in SPREADS:
         header += [f"{name}: rows that move", "rounds", "received"]
     print(markdown([*header, "update"], predicted()))
-    print("\nWork of each device for all rows of a batch, here\n", flush=True)
-    subprocess.run([sys.executable, "-m", "benchmarks.scale"], check=True)
 
 
 if __name__ == "__main__":
-    header = ["shards", "rows", "targets, ms", "update, ms", "targets, ns a row", "update"]
-    print(markdown(header, times()))
+    jax.config.update("jax_num_cpu_devices", COMPILED[-1])
+    main()

@@ -109,17 +109,6 @@ MUJOCO_STEP = Transitions(
 )
 """HalfCheetah's step, as stored where the next observation is in the next step: 97 bytes."""
 
-MINATAR = Transitions(
-    {
-        "obs": _leaf(10, 10, 4, dtype=np.bool_),
-        "action": _leaf(dtype=np.int32),
-        "reward": _leaf(),
-        "terminated": _leaf(dtype=np.bool_),
-        "next_obs": _leaf(10, 10, 4, dtype=np.bool_),
-    }
-)
-"""A MinAtar game's transition: 809 bytes."""
-
 ATARI = Transitions(
     {
         "obs": _leaf(84, 84, 4, dtype=np.uint8),

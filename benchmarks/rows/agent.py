@@ -202,7 +202,7 @@ class AgentContestant:
         """Compiles it, and fills its buffers with random steps.
 
         Args:
-            options: How to compile.
+            options: Whether it is a trial.
             library: Whose buffer it has: "jaxbuf", "flashbax" or "nothing".
         """
         self._options, self._library, self._agent = options, library, make_agent(library)
@@ -215,7 +215,7 @@ class AgentContestant:
             state, log, _ = jax.vmap(lambda one: train(one))(state)
             return state, log
 
-        self._program = compiled(program, options, self.state)
+        self._program = compiled(program, self.state)
 
     def verify(self) -> None:
         """Trains for a while.

@@ -56,16 +56,15 @@ def rows(options: Options) -> list[Row]:
             f"from {2 * workload.sample_size} on"
         )
     binds: dict[str, Callable[[Workload], Binding]] = {
-        "jaxbuf": lambda job: bind_jaxbuf(job, options),
-        "freshness": lambda job: bind_freshness(job, options, NEVER),
-        "statistics": lambda job: bind_statistics(bind_jaxbuf(job, options)),
-        "both": lambda job: bind_statistics(bind_freshness(job, options, NEVER)),
+        "jaxbuf": bind_jaxbuf,
+        "freshness": lambda job: bind_freshness(job, NEVER),
+        "statistics": lambda job: bind_statistics(bind_jaxbuf(job)),
+        "both": lambda job: bind_statistics(bind_freshness(job, NEVER)),
     }
     builders: dict[str, Callable[[], Any]] = {
-        name: lambda bind=bind: ReplayContestant(bind, workload, options)
-        for name, bind in binds.items()
+        name: lambda bind=bind: ReplayContestant(bind, workload) for name, bind in binds.items()
     }
-    builders["retiring"] = lambda: RetiringContestant(workload, options)
+    builders["retiring"] = lambda: RetiringContestant(workload)
     title = (
         f"The cycle of per-mujoco, {capacity:,} slots, full, with limits on use and staleness "
         "and with statistics"
@@ -73,11 +72,11 @@ def rows(options: Options) -> list[Row]:
     return [Row(NAME, title, OPERATIONS, builders, reference=REFERENCE)]
 
 
-def bind_freshness(workload: Workload, options: Options, max_staleness: int) -> Binding:
+def bind_freshness(workload: Workload, max_staleness: int) -> Binding:
     """The buffer of the prioritized rows, whose items may retire."""
     jaxbuf = import_library("jaxbuf")
     freshness = jaxbuf.Freshness(max_use=NEVER, max_staleness=max_staleness)
-    plain = bind_jaxbuf(workload, options)
+    plain = bind_jaxbuf(workload)
 
     def create() -> Any:
         return jaxbuf.ItemBuffer.create(
@@ -137,11 +136,11 @@ def bind_statistics(binding: Binding) -> Binding:
 class RetiringContestant(ReplayContestant):
     """jaxbuf with as many items that retire as come."""
 
-    def __init__(self, workload: Workload, options: Options):
+    def __init__(self, workload: Workload):
         """Fills a buffer, and lets its older half retire."""
         self._kept = workload.capacity // 2
         limit = self._kept // workload.add_size
-        super().__init__(lambda job: bind_freshness(job, options, limit), workload, options)
+        super().__init__(lambda job: bind_freshness(job, limit), workload)
         # Filling brought many items under one version: now each add has one of its own.
         for _ in range(-(-workload.capacity // workload.add_size // workload.scan_length)):
             self._subject.state, _ = self._scan_add(self._subject.state, self._items)

@@ -15,15 +15,8 @@ why it is equal work:
 Both are given the same batches and must hold the same rows after each; both draw 256 different rows
 by the softmax of their log rewards, and return states and log rewards.
 
-torchgfn always sums all 64 differences of a pair of states; jaxbuf stops once all pairs of a tile
-are farther apart than the cutoff, which for independent states is soon. So there is a row,
-`gflownet-diverse-shared-N`, in which only the last eighth of a state differs.
-
 "refused" is an add of rows that are all below those held, which need not be compared with them.
 
-`gflownet-growth` compares jaxbuf with itself at 10, and 100, times the capacity. torchgfn can put
-off the sorting that each of its adds does until several have come (`lazy_sort`, in versions after
-2.4); this row shows what there is to gain by that here.
 """
 
 import dataclasses
@@ -41,7 +34,6 @@ import numpy as np
 from benchmarks import limits
 from benchmarks.arrivals import NUM_BATCHES, Arrivals, BestModel, Source
 from benchmarks.harness import (
-    Contestant,
     Operation,
     Options,
     Row,
@@ -61,23 +53,13 @@ CHECKED_CAPACITY = 1000
 
 SAMPLE = ("python add", "python sample", "scan add", "scan sample")
 ADD = ("python add", "python add, refused", "scan add")
-GROWTH = (
-    "python add, lowest",
-    "scan add, lowest",
-    "python add, lowest and softmax",
-    "scan add, lowest and softmax",
-    "python sample, softmax",
-    "scan sample, softmax",
-)
 
 
 def rows(options: Options) -> list[Row]:
     """The rows of scored states."""
     found = [
-        *(_peer_row(capacity, None, options) for capacity in _sizes(options, 10_000, 100_000)),
-        *(_peer_row(capacity, CUTOFF, options) for capacity in _sizes(options, 1000, 10_000)),
-        *(_peer_row(capacity, CUTOFF, options, 56) for capacity in _sizes(options, 10_000)),
-        _growth_row(options),
+        *(_peer_row(capacity, None) for capacity in _sizes(options, 10_000, 100_000)),
+        *(_peer_row(capacity, CUTOFF) for capacity in _sizes(options, 1000, 10_000)),
     ]
     wanted = [row for row in found if any(options.wants(row.name, name) for name in row.operations)]
     if wanted and options.capacity is not None and options.capacity < 2 * SAMPLE_SIZE:
@@ -94,45 +76,26 @@ def _sizes(options: Options, *sizes: int) -> tuple[int, ...]:
     return sizes[:1] if options.quick else sizes
 
 
-def _title(arrivals: Arrivals) -> str:
-    return (
-        f"States of {arrivals.width} floats with log rewards, full; the highest stay; "
-        f"add {arrivals.batch}"
-    )
-
-
-def _peer_row(capacity: int, cutoff: float | None, options: Options, shared: int = 0) -> Row:
-    arrivals = Arrivals(capacity, shared=shared)
+def _peer_row(capacity: int, cutoff: float | None) -> Row:
+    arrivals = Arrivals(capacity)
     diverse = cutoff is not None
-    name = ["gflownet", *["diverse"] * diverse, *["shared"] * (shared > 0), str(capacity)]
-    title = f"{_title(arrivals)}; {capacity:,} slots"
+    title = (
+        f"States of {arrivals.width} floats with log rewards, full; the highest stay; "
+        f"add {arrivals.batch}; {capacity:,} slots"
+    )
     if diverse:
         title += f"; rows within {cutoff} (p = 1) of better ones are refused"
     else:
         title += f"; sample {SAMPLE_SIZE}"
-    if shared:
-        title += f"; the first {shared} floats are the same in all states"
     return Row(
-        "-".join(name),
+        f"gflownet-{'diverse-' * diverse}{capacity}",
         title,
         ADD if diverse else SAMPLE,
         {
-            "jaxbuf": lambda: JaxbufContestant(arrivals, preset(cutoff), options, cutoff),
+            "jaxbuf": lambda: JaxbufContestant(arrivals, preset(cutoff), cutoff),
             "torchgfn": lambda: TorchgfnContestant(arrivals, cutoff),
         },
     )
-
-
-def _growth_row(options: Options) -> Row:
-    start = options.capacity or 10_000
-    capacities = [start, 10 * start] if options.quick else [start, 10 * start, 100 * start]
-    names = [f"jaxbuf-{capacity}" for capacity in capacities]
-    builders: dict[str, Callable[[], Contestant]] = {
-        name: lambda capacity=capacity: GrowthContestant(Arrivals(capacity), options)
-        for name, capacity in zip(names, capacities, strict=True)
-    }
-    title = f"{_title(Arrivals(start))}, sample {SAMPLE_SIZE}. The numbers in the names are slots"
-    return Row("gflownet-growth", title, GROWTH, builders, reference=names[0], alike=False)
 
 
 def preset(cutoff: float | None) -> Callable[[Any, int], Any]:
@@ -147,11 +110,6 @@ def preset(cutoff: float | None) -> Callable[[Any, int], Any]:
         )
 
     return create
-
-
-def _lowest(example: Any, capacity: int) -> Any:
-    jaxbuf = import_library("jaxbuf")
-    return jaxbuf.ItemBuffer.create(example, capacity, evictor=jaxbuf.Lowest())
 
 
 class Subject(Protocol):
@@ -283,7 +241,6 @@ class JaxbufContestant:
         self,
         arrivals: Arrivals,
         create: Callable[[Any, int], Any],
-        options: Options,
         cutoff: float | None = None,
     ):
         """Fills a buffer to capacity.
@@ -291,20 +248,17 @@ class JaxbufContestant:
         Args:
             arrivals: The rows.
             create: Makes the buffer for an example and a capacity.
-            options: How to compile and wait.
             cutoff: Distance up to which rows are too close; None for no such filter.
         """
         self._arrivals, self._create, self._cutoff = arrivals, create, cutoff
-        self._options = options
         self._subject = JaxbufSubject(arrivals, create)
         self._keys = list(jax.random.split(jax.random.key(0), NUM_ARGUMENTS))
         self._scanned_keys = jax.random.split(jax.random.key(1), SCAN_LENGTH)
         self._pool = jax.device_put(arrivals.pool())
         state = self._subject.state
-        self._scan_add = compiled(self._add_program(), options, state, *self._next_scan())
+        self._scan_add = compiled(self._add_program(), state, *self._next_scan())
         self._scan_sample = compiled(
             scan_sample(lambda buffer, key: buffer.sample(key, SAMPLE_SIZE)),
-            options,
             state,
             self._scanned_keys,
         )
@@ -358,21 +312,13 @@ class JaxbufContestant:
             def run(calls: int) -> float:
                 batches = iter([arguments(*rows()) for _ in range(calls)])
                 return repeat_in_place(
-                    subject, lambda buffer: subject.put(buffer, next(batches)), self._options, calls
+                    subject, lambda buffer: subject.put(buffer, next(batches)), calls
                 )
 
             return Operation(run)
 
-        def python_sample(calls: int) -> float:
-            last: jax.Array | None = None
-
-            def call() -> None:
-                nonlocal last
-                last = subject.draw(next(keys)).probability
-                if self._options.wait == "call":
-                    last.block_until_ready()
-
-            return repeat_calls(call, calls, lambda: jax.block_until_ready(last))
+        def draw() -> None:
+            subject.draw(next(keys)).probability.block_until_ready()
 
         floors = self._floors()
         memory = {
@@ -382,7 +328,7 @@ class JaxbufContestant:
         operations = {
             "python add": adds(subject.source.next),
             "python add, refused": adds(subject.source.worst),
-            "python sample": Operation(python_sample),
+            "python sample": Operation(lambda calls: repeat_calls(draw, calls)),
             "scan add": Operation(scanned(subject, self._scan_add, self._next_scan), SCAN_LENGTH),
             "scan sample": Operation(
                 scanned(subject, self._scan_sample, lambda: (self._scanned_keys,)), SCAN_LENGTH
@@ -419,34 +365,6 @@ class JaxbufContestant:
         )
         beyond = (total - data) / self._arrivals.capacity
         return {"state beyond the data, bytes per item": f"{beyond:.2f}"}
-
-
-class GrowthContestant:
-    """jaxbuf at one capacity: with the evictor alone, and with softmax sampling as well."""
-
-    def __init__(self, arrivals: Arrivals, options: Options):
-        """Fills two buffers to capacity."""
-        self._lowest = JaxbufContestant(arrivals, _lowest, options)
-        self._softmax = JaxbufContestant(arrivals, preset(None), options)
-
-    def verify(self) -> None:
-        """Nothing: the same buffers are checked in the other rows."""
-
-    def operations(self) -> Mapping[str, Operation]:
-        """Adds to both, and samples."""
-        lowest, softmax = self._lowest.operations(), self._softmax.operations()
-        return {
-            "python add, lowest": lowest["python add"],
-            "scan add, lowest": lowest["scan add"],
-            "python add, lowest and softmax": softmax["python add"],
-            "scan add, lowest and softmax": softmax["scan add"],
-            "python sample, softmax": softmax["python sample"],
-            "scan sample, softmax": softmax["scan sample"],
-        }
-
-    def facts(self) -> Mapping[str, str]:
-        """Bytes of state beyond the data, of the second buffer."""
-        return self._softmax.facts()
 
 
 class TorchgfnContestant:

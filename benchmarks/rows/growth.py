@@ -27,15 +27,13 @@ def rows(options: Options) -> list[Row]:
     scale = (options.capacity or 2 ** powers[0]) / 2 ** powers[0]
     capacities = [int(2**power * scale) for power in powers]
     return [
-        growth_row(name, library, SMALL, capacities, options)
+        growth_row(name, library, SMALL, capacities)
         for name, library in (("growth-jaxbuf", "jaxbuf"), ("growth-flashbax", "flashbax"))
         if any(options.wants(name, operation) for operation in OPERATIONS)
     ]
 
 
-def growth_row(
-    name: str, library: str, workload: Workload, capacities: Sequence[int], options: Options
-) -> Row:
+def growth_row(name: str, library: str, workload: Workload, capacities: Sequence[int]) -> Row:
     """One library with more and more slots.
 
     Args:
@@ -43,7 +41,6 @@ def growth_row(
         library: "jaxbuf" or "flashbax".
         workload: What it is asked to do.
         capacities: The numbers of slots, the least of them first.
-        options: How to compile and wait.
     """
     smallest = 2 * workload.sample_size
     if capacities[0] < smallest:
@@ -54,7 +51,7 @@ def growth_row(
 
     def contestant(capacity: int) -> Callable[[], Contestant]:
         job = dataclasses.replace(workload, capacity=capacity)
-        return lambda: ReplayContestant(lambda part: bind(part, options), job, options)
+        return lambda: ReplayContestant(bind, job)
 
     builders = {f"{library}-{capacity}": contestant(capacity) for capacity in capacities}
     title = (

@@ -10,8 +10,6 @@ work than the others do, and has no priorities to update.
 
 Other rows:
 
-* **loop-overhead**: the contestants of [`benchmarks.rows.overhead`][], such as the methods of a
-  buffer in a `jax.jit` of the user's own.
 * **loop-one-by-one**: adds transitions that come one at a time, each by a call of its own, or 64 at
   a time out of NumPy arrays.
 * **loop-dqn**: a whole loop, CleanRL's DQN on CartPole. One environment of Gymnasium takes a step,
@@ -39,7 +37,6 @@ from benchmarks.harness import (
     import_library,
     repeat_calls,
 )
-from benchmarks.rows import overhead
 from benchmarks.rows.per import CpprbContestant, replay_row
 from benchmarks.transitions import CARTPOLE
 from benchmarks.workload import Workload
@@ -47,7 +44,6 @@ from benchmarks.workload import Workload
 OPERATIONS = ("python add", "python sample", "python sample+weights", "python update")
 SECONDS_BETWEEN = 50e-6
 SIZES = {f"loop-{size}": size for size in (1, 32, 256)}
-OVERHEAD = "loop-overhead"
 ONE_BY_ONE = "loop-one-by-one"
 TOGETHER = 64
 DQN = "loop-dqn"
@@ -59,12 +55,10 @@ def rows(options: Options) -> list[Row]:
     """The rows: one for each number of transitions in a call, and the others."""
     capacity = options.capacity or 2**14
     found = [
-        _row(name, Workload(CARTPOLE, capacity, size, size, 1), options)
+        _row(name, Workload(CARTPOLE, capacity, size, size, 1))
         for name, size in SIZES.items()
         if any(options.wants(name, operation) for operation in OPERATIONS)
     ]
-    if any(options.wants(OVERHEAD, operation) for operation in overhead.OPERATIONS):
-        found.append(_with_work(dataclasses.replace(overhead.row(options), name=OVERHEAD)))
     if options.wants(ONE_BY_ONE, "python add"):
         title = f"CartPole transitions one by one, each after 50 µs of Python, {capacity:,} slots"
         builders = {
@@ -83,20 +77,16 @@ def rows(options: Options) -> list[Row]:
     return found
 
 
-def _row(name: str, workload: Workload, options: Options) -> Row:
-    row = replay_row(name, "CartPole", workload, options)
+def _row(name: str, workload: Workload) -> Row:
+    row = replay_row(name, "CartPole", workload)
     builders = {
         **row.builders,
         "cpprb": lambda: CpprbContestant(workload),
         "numpy": lambda: RingContestant(workload),
     }
-    return _with_work(dataclasses.replace(row, operations=OPERATIONS, builders=builders))
-
-
-def _with_work(row: Row) -> Row:
     title = f"{row.title}; each call after {SECONDS_BETWEEN * 1e6:.0f} µs of Python"
-    builders = {library: _spaced(build) for library, build in row.builders.items()}
-    return dataclasses.replace(row, title=title, builders=builders)
+    spaced = {library: _spaced(build) for library, build in builders.items()}
+    return dataclasses.replace(row, title=title, operations=OPERATIONS, builders=spaced)
 
 
 def _spaced(build: Callable[[], Contestant]) -> Callable[[], Contestant]:

@@ -51,9 +51,8 @@ from benchmarks.harness import (
 )
 from benchmarks.jax_loops import NUM_ARGUMENTS, Binding, ReplayContestant
 from benchmarks.peer_process import PeerError, PeerProcess, environment
-from benchmarks.programs import compiler_options
 from benchmarks.pure import PureContestant
-from benchmarks.transitions import ATARI, MINATAR, MUJOCO, Items
+from benchmarks.transitions import ATARI, MUJOCO, Items
 from benchmarks.workload import Workload
 
 OPERATIONS = (
@@ -74,9 +73,7 @@ WORKLOADS = {
     "per-mujoco": ("MuJoCo", Workload(MUJOCO, 2**20, 64, 256, 200), 2**16),
     "per-mujoco-2048": ("MuJoCo", Workload(MUJOCO, 2**20, 512, 2048, 64), 2**16),
     "per-mujoco-large": ("MuJoCo", Workload(MUJOCO, 2**20, 4096, 16_384, 16), 2**17),
-    "per-minatar": ("MinAtar", Workload(MINATAR, 2**17, 64, 256, 200), 2**14),
     "per-atari-32": ("Atari", Workload(ATARI, 2**16, 16, 32, 200), 2**12),
-    "per-atari-256": ("Atari", Workload(ATARI, 2**16, 16, 256, 50), 2**12),
 }
 """What the transitions are of, the job, and the slots of a quick run."""
 
@@ -84,13 +81,13 @@ WORKLOADS = {
 def rows(options: Options) -> list[Row]:
     """The prioritized rows."""
     return [
-        _row(name, title, sized(name, options), options)
+        _row(name, title, _sized(name, options))
         for name, (title, _, _) in WORKLOADS.items()
         if any(options.wants(name, operation) for operation in OPERATIONS)
     ]
 
 
-def sized(name: str, options: Options) -> Workload:
+def _sized(name: str, options: Options) -> Workload:
     """The job of a row, with as many slots as are asked for."""
     _, workload, quick_capacity = WORKLOADS[name]
     capacity = options.capacity or (quick_capacity if options.quick else workload.capacity)
@@ -100,8 +97,8 @@ def sized(name: str, options: Options) -> Workload:
     return dataclasses.replace(workload, capacity=capacity)
 
 
-def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
-    row = replay_row(name, kind, workload, options)
+def _row(name: str, kind: str, workload: Workload) -> Row:
+    row = replay_row(name, kind, workload)
     builders = {
         REFERENCE: row.builders[REFERENCE],
         PURE: lambda: PureContestant(row.builders[REFERENCE]),
@@ -112,18 +109,17 @@ def _row(name: str, kind: str, workload: Workload, options: Options) -> Row:
     return dataclasses.replace(row, builders=builders)
 
 
-def replay_row(name: str, kind: str, workload: Workload, options: Options) -> Row:
+def replay_row(name: str, kind: str, workload: Workload) -> Row:
     """A row of the libraries that are in JAX.
 
     Args:
         name: Of the row.
         kind: What the transitions are of.
         workload: The job.
-        options: How to compile and wait.
     """
 
-    def contestant(bind: Callable[[Workload, Options], Binding]) -> Callable[[], Contestant]:
-        return lambda: ReplayContestant(lambda job: bind(job, options), workload, options)
+    def contestant(bind: Callable[[Workload], Binding]) -> Callable[[], Contestant]:
+        return lambda: ReplayContestant(bind, workload)
 
     title = (
         f"{kind} transitions of {workload.transitions.num_bytes:,} bytes, "
@@ -134,7 +130,7 @@ def replay_row(name: str, kind: str, workload: Workload, options: Options) -> Ro
     return Row(name, title, OPERATIONS, builders)
 
 
-def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
+def bind_jaxbuf(workload: Workload) -> Binding:
     """The `ItemBuffer` of jaxbuf, with prioritized sampling."""
     jaxbuf = import_library("jaxbuf")
     size, beta = workload.sample_size, workload.beta
@@ -158,7 +154,7 @@ def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
 
 
 @functools.cache
-def bind_flashbax(workload: Workload, options: Options, device: str | None = None) -> Binding:
+def bind_flashbax(workload: Workload, device: str | None = None) -> Binding:
     """The prioritized item buffer of flashbax; see the module's docstring."""
     flashbax = import_library("flashbax")
     buffer = flashbax.make_prioritised_item_buffer(
@@ -169,9 +165,8 @@ def bind_flashbax(workload: Workload, options: Options, device: str | None = Non
         priority_exponent=workload.alpha,
         device=device or jax.default_backend(),
     )
-    xla_options = compiler_options(options)
 
-    @functools.partial(jax.jit, compiler_options=xla_options)
+    @jax.jit
     def weights(probabilities: jax.Array, beta: jax.Array) -> jax.Array:
         unscaled = probabilities**-beta
         return unscaled / unscaled.max()
@@ -188,9 +183,9 @@ def bind_flashbax(workload: Workload, options: Options, device: str | None = Non
         add=buffer.add,
         sample=buffer.sample,
         update=buffer.set_priorities,
-        call_add=jax.jit(buffer.add, donate_argnums=0, compiler_options=xla_options),
-        call_sample=jax.jit(buffer.sample, compiler_options=xla_options),
-        call_update=jax.jit(buffer.set_priorities, donate_argnums=0, compiler_options=xla_options),
+        call_add=jax.jit(buffer.add, donate_argnums=0),
+        call_sample=jax.jit(buffer.sample),
+        call_update=jax.jit(buffer.set_priorities, donate_argnums=0),
         call_weights=lambda state, sample: weights(sample.probabilities, workload.beta),
         data=lambda sample: sample.experience,
         slots=lambda sample: sample.indices,

@@ -15,30 +15,18 @@ Both store the same bytes and return windows of the same bytes, each contiguous 
 place of the next write; with priorities both return the probabilities too. (jaxbuf returns them
 without priorities as well, and for every window a slot that is known to be stale once the window
 is gone.) New windows get priority 1, the largest ever set here.
-
-`windows-half` compares jaxbuf with itself: an add to every other environment, the others masked
-out, with an add to all.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import equality
-from benchmarks.harness import PURE, Contestant, Operation, Options, Row, import_library
-from benchmarks.jax_loops import Binding, JaxSubject, ReplayContestant
-from benchmarks.programs import (
-    compiled,
-    compiler_options,
-    memory_beyond,
-    repeat_in_place,
-    scan_add,
-    scanned,
-)
+from benchmarks.harness import PURE, Contestant, Options, Row, import_library
+from benchmarks.jax_loops import Binding, ReplayContestant
 from benchmarks.pure import PureContestant
 from benchmarks.transitions import MUJOCO_STEP, Items
 from benchmarks.workload import Workload
@@ -61,7 +49,6 @@ PRIORITIZED = (
     "scan update",
     "scan cycle",
 )
-ADD = ("python add", "scan add")
 
 WORKLOAD = Workload(
     transitions=MUJOCO_STEP,
@@ -79,7 +66,7 @@ def rows(options: Options) -> list[Row]:
     """The rows of windows."""
     if not any(
         options.wants(name, operation)
-        for name in ("windows-uniform", "windows-prioritized", "windows-half")
+        for name in ("windows-uniform", "windows-prioritized")
         for operation in PRIORITIZED
     ):
         return []
@@ -92,8 +79,8 @@ def rows(options: Options) -> list[Row]:
     sampled = f"{prioritized.sample_size} windows of {prioritized.sequence_length}"
 
     def replay(workload: Workload) -> dict[str, Callable[[], Contestant]]:
-        def contestant(bind: Callable[[Workload, Options], Binding]) -> Callable[[], Contestant]:
-            return lambda: ReplayContestant(lambda job: bind(job, options), workload, options)
+        def contestant(bind: Callable[[Workload], Binding]) -> Callable[[], Contestant]:
+            return lambda: ReplayContestant(bind, workload)
 
         return {
             "jaxbuf": contestant(bind_jaxbuf),
@@ -108,16 +95,6 @@ def rows(options: Options) -> list[Row]:
             f"{size}, sample and update {sampled}",
             PRIORITIZED,
             replay(prioritized),
-        ),
-        Row(
-            "windows-half",
-            f"{size} or, masked, half of them; with priorities",
-            ADD,
-            {
-                "jaxbuf-all": lambda: AddContestant(prioritized, options, parts=1),
-                "jaxbuf-half": lambda: AddContestant(prioritized, options, parts=2),
-            },
-            reference="jaxbuf-all",
         ),
     ]
 
@@ -144,9 +121,8 @@ def steps(items: Items, num_envs: int) -> Items:
     }
 
 
-def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
+def bind_jaxbuf(workload: Workload) -> Binding:
     """The `TrajectoryBuffer` of jaxbuf."""
-    del options
     jaxbuf = import_library("jaxbuf")
     size = workload.sample_size
     sampler = jaxbuf.Prioritized(alpha=workload.alpha) if workload.prioritized else jaxbuf.Uniform()
@@ -165,7 +141,7 @@ def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
         data=lambda sample: sample.data,
         slots=lambda sample: sample.slots,
         probability=lambda sample: sample.probability,
-        arguments=lambda items: (steps(items, workload.num_envs),),
+        arguments=lambda items: steps(items, workload.num_envs),
     )
     if not workload.prioritized:
         return binding
@@ -177,7 +153,7 @@ def bind_jaxbuf(workload: Workload, options: Options) -> Binding:
 
 
 @functools.cache
-def bind_flashbax(workload: Workload, options: Options, device: str | None = None) -> Binding:
+def bind_flashbax(workload: Workload, device: str | None = None) -> Binding:
     """The trajectory buffers of flashbax; see the module's docstring."""
     flashbax = import_library("flashbax")
     common = {
@@ -194,8 +170,7 @@ def bind_flashbax(workload: Workload, options: Options, device: str | None = Non
         )
     else:
         buffer = flashbax.make_trajectory_buffer(**common)
-    xla_options = compiler_options(options)
-    in_place = functools.partial(jax.jit, donate_argnums=0, compiler_options=xla_options)
+    in_place = functools.partial(jax.jit, donate_argnums=0)
 
     def create() -> Any:
         example = {
@@ -209,9 +184,9 @@ def bind_flashbax(workload: Workload, options: Options, device: str | None = Non
         add=buffer.add,
         sample=buffer.sample,
         call_add=in_place(buffer.add),
-        call_sample=jax.jit(buffer.sample, compiler_options=xla_options),
+        call_sample=jax.jit(buffer.sample),
         data=lambda sample: sample.experience,
-        arguments=lambda items: (steps(items, workload.num_envs),),
+        arguments=lambda items: steps(items, workload.num_envs),
     )
     if not workload.prioritized:
         return binding
@@ -222,67 +197,3 @@ def bind_flashbax(workload: Workload, options: Options, device: str | None = Non
         slots=lambda sample: sample.indices,
         probability=lambda sample: sample.probabilities,
     )
-
-
-def bind_parts(workload: Workload, options: Options, parts: int) -> Binding:
-    """Jaxbuf's buffer, filled by masked adds to every `parts`-th environment in turn."""
-    binding = bind_jaxbuf(workload, options)
-    if parts == 1:
-        return binding
-    jaxbuf = import_library("jaxbuf")
-    env = np.arange(workload.num_envs)
-
-    def arguments(items: Items) -> list[tuple[Items, np.ndarray]]:
-        laid_out = steps(items, workload.num_envs)
-        return [(laid_out, env % parts == part) for part in range(parts)]
-
-    return dataclasses.replace(
-        binding,
-        add=lambda buffer, given: buffer.add(given[0], mask=given[1]),
-        call_add=lambda buffer, given: jaxbuf.add(buffer, given[0], mask=given[1]),
-        arguments=arguments,
-    )
-
-
-class AddContestant:
-    """jaxbuf's prioritized windows when steps of some environments are added at a time."""
-
-    def __init__(self, workload: Workload, options: Options, parts: int):
-        """Fills a buffer to capacity.
-
-        Args:
-            workload: The job.
-            options: How to compile and wait.
-            parts: Every how many-th environment takes part in an add.
-        """
-        binding = bind_parts(workload, options, parts)
-        self._options = options
-        self._length = workload.scan_length
-        self._subject = JaxSubject(binding, workload)
-        items = workload.transitions.items(np.arange(workload.add_size))
-        self._items = jax.device_put(binding.arguments(items)[0])
-        self._program = compiled(
-            scan_add(binding.add, workload.scan_length), options, self._subject.state, self._items
-        )
-
-    def verify(self) -> None:
-        """Checks that the adds to all parts together are an add to all environments."""
-        equality.check_calls(self._subject, rounds=4, add=True)
-
-    def operations(self) -> Mapping[str, Operation]:
-        """The adds."""
-        subject, items = self._subject, self._items
-
-        def python_add(calls: int) -> float:
-            call = subject.binding.call_add
-            return repeat_in_place(subject, lambda state: call(state, items), self._options, calls)
-
-        scan = scanned(subject, self._program, lambda: (items,))
-        return {
-            "python add": Operation(python_add),
-            "scan add": Operation(scan, self._length, memory=lambda: memory_beyond(self._program)),
-        }
-
-    def facts(self) -> Mapping[str, str]:
-        """None."""
-        return {}

@@ -21,9 +21,10 @@ from benchmarks.harness import (
     run_row,
     time_operation,
 )
+from benchmarks.jax_loops import JaxSubject
 from benchmarks.peer_process import PeerError, PeerProcess
-from benchmarks.report import row_markdown
-from benchmarks.rows import gflownet, parts, windows, write_back
+from benchmarks.report import as_dict, section
+from benchmarks.rows import gflownet, windows
 from benchmarks.transitions import Transitions
 from benchmarks.workload import Workload
 
@@ -102,8 +103,9 @@ def test_peer_process_takes_turns_in_a_row(toy):
     # Two libraries take turns in alternating order: a b, b a, a b, b a.
     turns = asked[-4:]
     assert turns[0] < turns[1] == turns[2] < turns[3]
-    assert "gone is left out: there is no .venv-nowhere" in row_markdown(result)
-    assert "there / here" in row_markdown(result)
+    text = section("toys", as_dict(result))
+    assert "gone is left out: there is no .venv-nowhere" in text
+    assert "there / here" in text
 
 
 def test_no_library_comes_right_after_itself():
@@ -126,15 +128,8 @@ def test_an_environment_that_is_missing_is_unavailable():
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_windows_do_equal_work(prioritized):
     workload = dataclasses.replace(WINDOWS, prioritized=prioritized)
-    binding = windows.bind_jaxbuf(workload, Options())
-    subject = windows.JaxSubject(binding, workload)
+    subject = JaxSubject(windows.bind_jaxbuf(workload), workload)
     equality.check_calls(subject, rounds=6, add=True)
-
-
-def test_windows_added_by_halves_are_those_added_at_once():
-    contestant = windows.AddContestant(WINDOWS, Options(), parts=2)
-    contestant.verify()
-    assert all(operation.run(2) > 0 for operation in contestant.operations().values())
 
 
 def test_windows_that_break_are_found():
@@ -190,59 +185,3 @@ def test_scored_rows_do_equal_work(cutoff):
     subject.add(1)
     with pytest.raises(UnequalWork, match="after 0 adds"):
         gflownet.check_rows(subject, arrivals, cutoff, turns=0)
-
-
-def test_points_that_are_found_elsewhere_are_noticed():
-    workload = Workload(STEP, capacity=512, add_size=4, sample_size=64, scan_length=3)
-    contestant = parts.JaxbufParts(workload, Options())
-    contestant.verify()
-    operations = contestant.operations()
-    assert tuple(operations) == parts.OPERATIONS
-    assert all(operation.run(2) > 0 for operation in operations.values())
-    contestant.found = lambda points: points.astype(int)
-    with pytest.raises(UnequalWork, match="does not lie"):
-        contestant.verify()
-
-
-@pytest.mark.parametrize(
-    "kind", [write_back.JaxbufChanges, write_back.HandChanges, write_back.SameChanges]
-)
-def test_changes_do_equal_work(kind):
-    contestant = kind(2**12, Options(quick=True))
-    contestant.verify()
-    operations = contestant.operations()
-    left_out = {"scan add", "scan add+remove"} if kind is write_back.SameChanges else set()
-    assert set(operations) == set(write_back.OPERATIONS) - left_out
-    assert all(operation.run(2) > 0 for operation in operations.values())
-
-
-def test_changes_that_are_not_made_are_found():
-    class Forgets(write_back.HandChanges):
-        def changes(self):
-            changes = super().changes()
-            forgotten = dataclasses.replace(
-                changes["update_score"], step=lambda scores, _: scores + 0.0
-            )
-            return {**changes, "update_score": forgotten}
-
-    with pytest.raises(UnequalWork, match="update_score leaves something else than it should"):
-        Forgets(2**12, Options(quick=True)).verify()
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "instead", "found"),
-    [
-        (write_back.Ring, "kept", lambda ring, index, lap: (ring, index), "set_field reward"),
-        (
-            write_back,
-            "with_leaves",
-            lambda levels, at, value, reduce: [levels[0].at[at].set(value), *levels[1:]],
-            "update_score",
-        ),
-    ],
-    ids=["stale rows", "sums"],
-)
-def test_changes_with_other_results_are_found(monkeypatch, owner, name, instead, found):
-    monkeypatch.setattr(owner, name, instead)
-    with pytest.raises(UnequalWork, match=f"{found} leaves something else than it should"):
-        write_back.SameChanges(2**12, Options(quick=True)).verify()

@@ -1,6 +1,5 @@
 """The floors of the benchmark, the memory it reports, and how several runs become one."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +8,7 @@ from benchmarks import limits
 from benchmarks.harness import Operation, Options, Row, Timing, merged, run_row
 from benchmarks.jax_loops import ReplayContestant
 from benchmarks.programs import compiled, memory_beyond
-from benchmarks.report import row_markdown
-from benchmarks.rows import overhead, per
+from benchmarks.rows import per
 from benchmarks.transitions import CARTPOLE
 from benchmarks.workload import Workload
 
@@ -36,7 +34,6 @@ def test_traffic_counts_what_the_arrays_say():
     assert moved["sample"] == limits.Traffic(8 * (item + 4), 8 * 6, 256 * (item + 4))
     assert moved["update"] == limits.Traffic(8 * 4, 8, 256 * (item + 4))
     assert moved["cycle"] == moved["add"] + moved["sample"] + moved["update"]
-    assert moved["update"] * 3 == limits.Traffic(8 * 12, 24, 3 * 256 * (item + 4))
 
 
 def test_long_rows_are_streamed_after_their_first_line():
@@ -45,7 +42,7 @@ def test_long_rows_are_streamed_after_their_first_line():
 
 def test_an_empty_call_donates_and_makes_what_it_should():
     state = (jnp.zeros(3), jnp.ones(2))
-    kept, made = limits.empty(jax.tree.structure((0,) * 4))(state, (jnp.zeros(1),))
+    kept, made = limits.empty(4)(state, (jnp.zeros(1),))
     assert all(leaf.is_deleted() for leaf in state)
     assert [leaf.shape for leaf in kept] == [(3,), (2,)]
     assert len(made) == 4
@@ -54,19 +51,17 @@ def test_an_empty_call_donates_and_makes_what_it_should():
 
 def test_memory_is_what_a_program_needs_beyond_its_state():
     state = jnp.zeros((1024,), jnp.float32)
-    in_place = compiled(lambda state: state.at[0].set(jnp.float32(1.0)), Options(), state)
-    copying = compiled(lambda state: state + jnp.float32(1.0), Options(), state, donate=False)
-    again = compiled(lambda state: state + jnp.float32(1.0), Options(), state)
+    in_place = compiled(lambda state: state.at[0].set(jnp.float32(1.0)), state)
+    copying = compiled(lambda state: state + jnp.float32(1.0), state, donate=False)
+    again = compiled(lambda state: state + jnp.float32(1.0), state)
     assert again is not copying
-    assert again is compiled(lambda state: state + jnp.float32(1.0), Options(), state)
+    assert again is compiled(lambda state: state + jnp.float32(1.0), state)
     assert memory_beyond(in_place) < 1024
     assert memory_beyond(copying) == state.nbytes
 
 
 def test_rows_report_floors_and_memory():
-    contestant = ReplayContestant(
-        lambda job: per.bind_jaxbuf(job, Options()), WORKLOAD, Options(quick=True)
-    )
+    contestant = ReplayContestant(per.bind_jaxbuf, WORKLOAD)
     contestant.verify = lambda: None
     names = ("python add", "python sample+weights", "python update", "scan cycle")
     row = Row("small", "Small", names, {"jaxbuf": lambda: contestant})
@@ -77,17 +72,6 @@ def test_rows_report_floors_and_memory():
     batch = WORKLOAD.sample_size * CARTPOLE.num_bytes
     assert 0 < found["python add"].memory < found["scan cycle"].memory
     assert found["scan cycle"].memory > batch
-    assert "jaxbuf: floor, µs" in row_markdown(result)
-
-
-def test_calls_that_do_nothing_are_given_the_same_arrays():
-    (row,) = overhead.rows(Options())
-    result = run_row(row, Options(quick=True, repeats=1), lambda what, done: None)
-    assert not result.unequal
-    assert set(result.timings) == set(overhead.OPERATIONS)
-    contestants = {"empty", "structured", "own-jit", "jaxbuf"}
-    assert all(set(timing.microseconds) == contestants for timing in result.timings.values())
-    assert all(result.facts[name] == result.facts["jaxbuf"] for name in contestants)
 
 
 def test_runs_are_merged_with_their_medians():
@@ -115,9 +99,8 @@ def test_runs_are_merged_with_their_medians():
     for speed["peer"] in (2.0, 4.0, 3.0):
         results.append(run_row(row, options, lambda what, done: None))
     timing = merged(results).timings["wait"]
-    assert list(timing.ratios("peer")) == [2.0, 4.0, 3.0]
     assert timing.ratio("peer") == (2.0, 3.0, 4.0)
-    assert list(timing.medians("peer")) == [2e6, 4e6, 3e6]
+    assert timing.median("peer") == 3e6
     assert merged(results[:1]) is results[0]
 
 

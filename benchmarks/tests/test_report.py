@@ -1,150 +1,164 @@
-"""The report of the benchmark: targets, the picture, and what is kept of an earlier report."""
+"""The report of the benchmark: its files, its page, and what differs from an earlier file."""
 
 import dataclasses
+import json
+import sys
 
 import numpy as np
 import pytest
 
-from benchmarks import plot, report, targets
-from benchmarks.__main__ import main, parse
-from benchmarks.harness import Limit, Options, Row, RowResult, Timing
+from benchmarks import __main__ as program
+from benchmarks import limits, page, report
+from benchmarks.harness import Limit, Operation, Options, Row, RowResult, Timing, UnequalWork
 from benchmarks.rows import all_rows
 
 
-def result(name, **times):
-    """A row with the medians of one operation, `scan cycle`, in each of two runs."""
-    row = Row(name, "Toys", ("scan cycle",), {library: lambda: None for library in times})
-    microseconds = {library: np.array(found, float) for library, found in times.items()}
+def result(name="toys", runs=1, **times):
+    """A row with the times of one operation."""
     reference = "jaxbuf" if "jaxbuf" in times else next(iter(times))
-    return RowResult(
-        row,
-        {"scan cycle": Timing(microseconds, reference, runs=2)},
-        {"scan cycle": {library: Limit(floor=0.5, memory=330) for library in times}},
-        {**{library: {} for library in times}, "jaxbuf": {"bytes": "4.80"}},
-    )
+    row = Row(name, "Toys", ("scan cycle",), dict.fromkeys(times), reference)
+    found = {library: np.array(turns, float) for library, turns in times.items()}
+    limit = {library: Limit(floor=0.5, memory=330) for library in times}
+    timings = {"scan cycle": Timing(found, reference, runs)}
+    return RowResult(row, timings, {"scan cycle": limit}, {"jaxbuf": {"bytes": "4.80"}})
+
+
+def test_a_row_has_medians_quartiles_floors_and_memory():
+    row = result(flashbax=[3, 2, 6], jaxbuf=[1, 2, 2])
+    [found] = report.as_dict(row)["operations"].values()
+    assert found["us"] == {"flashbax": 3, "jaxbuf": 2}
+    assert found["ratio"] == {"flashbax": [2, 3, 3]}
+    assert found["floor"] == {"jaxbuf": 0.5}
+    assert found["kib"] == {"flashbax": 0.3223, "jaxbuf": 0.3223}
+    header, _, line = report.section("toys", report.as_dict(row)).splitlines()[4:7]
+    cells = [[cell.strip() for cell in text.split("|")[2:-1]] for text in (header, line)]
+    assert dict(zip(*cells, strict=True)) == {
+        "jaxbuf, µs": "2",
+        "flashbax, µs": "3",
+        "flashbax / jaxbuf": "3.00 (2.00–3.00)",
+        "jaxbuf: floor, µs": "0.5",
+    }
+    row.row = dataclasses.replace(row.row, alike=False)
+    assert len(report.as_dict(row)["operations"]["scan cycle"]["floor"]) == 2
+
+
+def test_bounds_of_several_runs_are_their_medians():
+    row = report.as_dict(result(runs=2, jaxbuf=[1, 1, 1, 1], flashbax=[3, 5, 1, 9]))
+    assert row["operations"]["scan cycle"]["ratio"] == {"flashbax": [4, 4, 5]}
+
+
+def test_a_file_has_a_line_for_each_operation():
+    rows = {"toys": report.as_dict(result(jaxbuf=[1.23456], flashbax=[3.0]))}
+    text = report.as_json("python", {"cores": "2"}, rows)
+    assert json.loads(text) == {"command": "python", "machine": {"cores": "2"}, "rows": rows}
+    assert sum('"us":{"jaxbuf":1.235,"flashbax":3}' in line for line in text.splitlines()) == 1
+
+
+OLD = [0.98, 1.0, 1.02]
 
 
 @pytest.mark.parametrize(
-    ("measure", "expected"),
+    ("new", "line"),
     [
-        (targets.ratio("scan cycle", "flashbax"), [3.0, 1.0]),
-        (targets.ratio("scan cycle", "cpprb"), None),
-        (targets.ratio("scan add", "flashbax"), None),
-        (targets.microseconds("scan cycle"), [1.0, 2.0]),
-        (targets.of_floor("scan cycle"), [0.5, 0.25]),
-        (targets.memory("scan cycle", batch=165), [2.0]),
-        (targets.fact("bytes"), [4.8]),
-        (targets.fact("nothing"), None),
+        ([0.7, 0.8, 0.9], "was 1.00 (0.98–1.02) and is 0.80 (0.70–0.90)"),
+        ([1.21, 1.25, 1.3], "was 1.00 (0.98–1.02) and is 1.25 (1.21–1.30)"),
+        ([1.1, 1.19, 1.3], None),
+        ([1.0, 1.25, 1.3], None),
+        ([0.7, 0.8, 0.99], None),
     ],
 )
-def test_measures(measure, expected):
-    found = measure.of(result("toys", jaxbuf=[1.0, 2.0], flashbax=[3.0, 2.0]), "jaxbuf")
-    assert found is None if expected is None else list(found) == expected
-    assert measure.text
+def test_what_moved(new, line):
+    def rows(ratio):
+        operation = {"us": {"a": 1, "jaxbuf": 1}, "ratio": {"a": ratio}}
+        return {"toys": {"reference": "jaxbuf", "operations": {"scan add": operation}}}
+
+    found = report.moved(rows(OLD), rows(new))
+    fell = new[1] < OLD[1]
+    wanted = {("toys", "scan add", "a", fell): f"toys: scan add: a / jaxbuf {line}"} if line else {}
+    assert found == wanted
+    assert not report.moved({}, rows(new))
 
 
-def test_floors_are_told_once_where_they_are_alike():
-    row = result("toys", jaxbuf=[1.0, 2.0], flashbax=[3.0, 2.0])
-    once = report.row_markdown(row)
-    assert "0.5 (×3.0)" in once
-    assert "flashbax: floor" not in once
-    assert "flashbax: memory, KiB" in once
-    row.row = dataclasses.replace(row.row, alike=False)
-    assert "flashbax: floor, µs" in report.row_markdown(row)
+class Toy:
+    """Takes as long as it is told."""
+
+    seconds = 1.0
+
+    def verify(self):
+        pass
+
+    def operations(self):
+        return {name: Operation(lambda calls: self.seconds * calls) for name in ("add", "sample")}
+
+    def facts(self):
+        return {}
 
 
-def test_growth_compares_the_numbers_of_slots_it_names():
-    row = result("toys", **{"jaxbuf-4": [1.0, 1.0], "jaxbuf-8": [9.0, 9.0], "jaxbuf-16": [2, 3]})
-    assert list(targets.growth(("scan cycle",), 2, 4).of(row, "jaxbuf")) == [2.0, 3.0]
-    assert targets.growth(("scan cycle",), 2, 5).of(row, "jaxbuf") is None
-    assert targets.growth(("scan cycle", "scan add"), 2, 4).of(row, "jaxbuf") is None
+class Slow(Toy):
+    """Is slower, or not, one run after the other."""
+
+    def __init__(self, runs):
+        self.seconds = runs.pop(0)
 
 
-def test_a_target_is_met_only_if_it_is_in_every_run():
-    found = {"per-mujoco": [[1.0, 1.0], [2.0, 2.5]], "agent": [[1.0, 1.0], [1.5, 1.2]]}
-    results = [result(name, jaxbuf=ours, flashbax=theirs) for name, (ours, theirs) in found.items()]
-    results[1].timings["scan cycle"].microseconds["pure"] = np.array([1.0, 0.8])
-    results[1].timings["scan iteration"] = results[1].timings.pop("scan cycle")
-    cells = {
-        (row, what): rest
-        for row, what, *rest in (verdict.cells for verdict in targets.verdicts(results))
-    }
-    assert cells["per-mujoco", "scan cycle: flashbax / jaxbuf"] == [
-        "at least 2.5, pure 1",
-        "2.00–2.50",
-        "**missed**",
-        "–",
-        "",
-    ]
-    assert cells["agent", "scan iteration: flashbax / jaxbuf"] == [
-        "at least 1.15, pure 1",
-        "1.20–1.50",
-        "met",
-        "1.50",
-        "met",
-    ]
-    assert cells["gpu-per-20-256", "scan cycle, µs"] == [
-        "at most 40",
-        "–",
-        "not measured here",
-        "–",
-        "",
-    ]
-    assert not any(row == "exchange" for row, _ in cells)
-    assert "1 of 2 measured targets are met, and 1 without" in report.targets_markdown(
-        results, Options()
-    )
-    assert "a trial" in report.targets_markdown(results, Options(quick=True))
+@pytest.mark.parametrize("runs", [[1.0], [2.0, 2.0], [2.0, 1.0], [2.0, 0.5]])
+def test_against_a_file_a_row_is_named_if_it_differs_twice(tmp_path, monkeypatch, capsys, runs):
+    named = runs == [2.0, 2.0]
+    path, made = tmp_path / "old.json", [1.0, *runs]
+    builders = {"jaxbuf": lambda: Slow(made), "peer": Toy}
+    row = Row("toys", "Toys", ("add", "sample"), builders)
+    toys = program.Program("toys", "Toys.", lambda options: [row], tmp_path / "toys.json")
+    for name in ("COPIED", "LARGEST"):
+        monkeypatch.setattr(limits, name, 2**16)
+    assert program.main(["--json", str(path), "--repeats", "2", "--only", "add"], toys) == 0
+    assert "| add " in capsys.readouterr().out
+    assert program.main(["--against", str(path), "--repeats", "2"], toys) == named
+    assert not made
+    assert ("toys: add: peer / jaxbuf was 1.00" in capsys.readouterr().out) == named
+    assert not (tmp_path / "toys.json").exists()
+    limits.forget()
 
 
-def test_targets_name_rows_and_operations_that_there_are():
-    rows = {row.name: row for row in all_rows(Options())}
-    for target in targets.CPU_TARGETS:
-        row = rows[target.row]
-        assert set(target.measure.operations) <= set(row.operations), target
-        assert (target.measure.peer or row.reference) in row.builders, target
+def test_unequal_work_fails(tmp_path, capsys):
+    class Less(Toy):
+        def verify(self):
+            raise UnequalWork("it does nothing")
 
-
-def test_what_was_written_below_the_tables_is_kept(tmp_path):
-    path = tmp_path / "RESULTS.md"
-    report.write(path, "# Old\n")
-    path.write_text(f"{path.read_text()}\n{report.NOTES}\n\n* **Why.** Because.\n")
-    report.write(path, "# New\n")
-    report.write(path, "# Newer\n")
-    assert path.read_text() == f"# Newer\n\n{report.NOTES}\n\n* **Why.** Because.\n"
-
-
-def test_growth_is_drawn_for_each_library(tmp_path):
-    path = tmp_path / "growth.svg"
-    assert not plot.growth([result("per-mujoco", jaxbuf=[1.0, 2.0])], path)
-    rows = [
-        result(f"growth-{library}", **{f"{library}-4": [1.0, 2.0], f"{library}-8": [3.0, 3.0]})
-        for library in ("jaxbuf", "flashbax")
-    ]
-    assert plot.growth(rows, path)
-    assert "scan cycle" in path.read_text()
-    first = path.read_bytes()
-    plot.growth(rows, path)
-    assert path.read_bytes() == first
-
-
-def test_the_command_line_names_the_picture_and_the_runs(tmp_path):
-    given = ["--write", str(tmp_path / "R.md"), "--runs", "3", "--only", "agent"]
-    options, outputs = parse(given)
-    assert outputs.plot == tmp_path / "growth.svg"
-    assert options.runs == 3
-    assert outputs.command == "python -m benchmarks --runs 3 --only agent"
-    assert parse([])[1].plot is None
-    assert "medians over 3 runs of" in report.markdown([], options, outputs.command, {})
+    row = Row("toys", "Toys", ("add",), {"jaxbuf": Toy, "less": Less})
+    toys = program.Program("toys", "Toys.", lambda options: [row], tmp_path / "toys.json")
+    assert program.main(["--repeats", "1", "--against", str(page.FOLDER / "gpu.json")], toys) == 1
+    assert "less FAILED the check of equal work: it does nothing." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--only", "nothing"], "nothing matches --only nothing"),
-        (["--only", "overhead", "--libraries", "none"], "no library none in these rows; choose"),
+        (["--only", "loop-32", "--libraries", "none"], "no library none in these rows; choose"),
+        (["--only", "loop-32", "--against", "none.json"], "No such file"),
+        (["--only", "("], "is not a regular expression"),
+        (["--runs", "0"], "--runs must be at least 1"),
     ],
 )
 def test_the_command_line_refuses_what_there_is_not(given, message, capsys):
-    assert main(given) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(program.main(given))
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_page_is_made_of_the_files():
+    text = page.PAGE.read_text()
+    _, heading, below = text.partition(page.NOTES)
+    assert text == page.page(heading + below)
+    assert len(text.encode()) <= 30_000
+
+
+def test_the_files_have_the_rows_and_operations_that_there_are():
+    found = json.loads((page.FOLDER / "cpu.json").read_text())["rows"]
+    rows = {row.name: row for row in all_rows(Options())}
+    assert set(found) == set(rows)
+    for name, row in rows.items():
+        assert list(found[name]["operations"]) == list(row.operations)
+        assert found[name]["reference"] == row.reference
+        libraries = {library for one in found[name]["operations"].values() for library in one["us"]}
+        assert libraries == set(row.builders)

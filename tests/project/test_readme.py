@@ -1,5 +1,6 @@
 """The README agrees with what it refers to: the benchmark's results, the citation and the links."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,11 @@ import jaxbuf
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+PAGE = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+RESULTS = {
+    name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    for name in ("cpu", "gpu")
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 MEASURED = {
@@ -49,9 +54,8 @@ def speed_tables():
 
 def measured(row, operation, library):
     """The median ratio in the results, of a library to jaxbuf."""
-    section = RESULTS.split(f"\n### {row}\n")[1].split("\n### ")[0]
-    found = next(table for table in tables(section) if operation in table)
-    return float(re.search(r"\*\*([\d.]+)\*\*", found[operation][f"{library} / jaxbuf"])[1])
+    rows = RESULTS["gpu" if row.startswith("gpu-") else "cpu"]["rows"]
+    return rows[row]["operations"][operation]["ratio"][library][1]
 
 
 def test_every_row_has_its_measurement():
@@ -69,7 +73,7 @@ def test_speeds_are_those_of_the_results(name):
 
 
 def test_what_devices_send_is_that_of_the_results():
-    section = RESULTS.split("\n## Over several devices\n")[1].split("\n## ")[0]
+    section = PAGE.split("\n## Over several devices\n")[1].split("\n## ")[0]
     (row,) = re.findall(r"^\| Sharded \| 8 \| yes \| ([^|]+) \| ([\d,]+) \|", section, re.MULTILINE)
     count = sum(int(number) for number in re.findall(r"\d+", row[0]))
     size = round(int(row[1].replace(",", "")) / 1000)
@@ -79,8 +83,8 @@ def test_what_devices_send_is_that_of_the_results():
 
 
 def test_the_command_is_that_of_the_results():
-    command = re.search(r"Repeat with `(.+?)`", RESULTS)[1]
-    assert f"`{command}`" in README
+    assert f"`{RESULTS['cpu']['command']}`" in README
+    assert f"version {RESULTS['cpu']['machine']['jaxbuf']} " in README
 
 
 def test_all_marks_of_the_comparison_are_known():
