@@ -1,4 +1,4 @@
-"""What the examples share: the command line and folder of a run, its progress, table and plot."""
+"""Shared by the examples: the command line and folder of a run, its progress, table and plot."""
 
 import csv
 import dataclasses

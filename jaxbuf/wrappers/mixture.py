@@ -908,7 +908,7 @@ class Mixture(SlottedBuffer, Described):
 
 
 def _split(given: object, parts: int) -> tuple[tuple[float, ...] | Varying, dict[str, Array]]:
-    """Returns the ratios that are part of the program, and those that vary."""
+    """Returns the static ratios, and the varying ones."""
     if not isinstance(given, Varying):
         return quotas.check_static(given, parts), {}
     first = quotas.check_varying(given.value, parts)
