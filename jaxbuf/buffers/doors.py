@@ -193,7 +193,7 @@ def add(
     session: Int[ArrayLike, "..."] | None = None,
     mask: Bool[ArrayLike, "..."] | None = None,
     env_ids: Int[ArrayLike, " K"] | None = None,
-    part: int | None = None,
+    part: int | str | None = None,
     donate: bool = True,
 ) -> AnyBuffer: ...
 @overload
@@ -237,7 +237,7 @@ def insert(
     version: Int[ArrayLike, " B"] | None = None,
     session: Int[ArrayLike, " B"] | None = None,
     mask: Bool[ArrayLike, " B"] | None = None,
-    part: int | None = None,
+    part: int | str | None = None,
     donate: bool = True,
 ) -> tuple[AnyBuffer, Slots]: ...
 @overload
@@ -526,7 +526,7 @@ def set_hyperparameters(
 
 @_door(SlottedBuffer.with_sampler, PartOptions)
 def with_sampler(
-    buffer: AnyBuffer, sampler: Sampler, *, part: int | None = None, donate: bool = True
+    buffer: AnyBuffer, sampler: Sampler, *, part: int | str | None = None, donate: bool = True
 ) -> AnyBuffer:
     """Changes the sampler: ``buffer.with_sampler(...)``, compiled; donates the buffer."""
     return call(SlottedBuffer.with_sampler, buffer, sampler, part=part, donate=donate)

@@ -39,7 +39,7 @@ class InsertOptions(TypedDict, total=False):
     version: Int[ArrayLike, " B"] | None
     session: Int[ArrayLike, " B"] | None
     mask: Bool[ArrayLike, " B"] | None
-    part: int | None
+    part: int | str | None
 
 
 class AddOptions(InsertOptions, total=False):
@@ -89,7 +89,7 @@ def _check_beta(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
 class PartOptions(TypedDict, total=False):
     """The option of operations that a ``Mixture`` performs in one of its parts."""
 
-    part: int | None
+    part: int | str | None
 
 
 class SlottedBuffer(Buffer):
@@ -158,7 +158,8 @@ class SlottedBuffer(Buffer):
                   session is refused as too stale.
                 * ``mask``: A mask of the rows to add, ``[B]``; masked-out rows take no slot.
                 * ``env_ids``: The environments of the rows, ``[K]``, of a ``TrajectoryBuffer``.
-                * ``part``: The number of the part that gets the items, of a ``Mixture``; static.
+                * ``part``: The number, or the name, of the part of a ``Mixture`` that gets the
+                  items; static.
 
         Returns:
             The buffer with the items.

@@ -27,7 +27,9 @@ def completed(saved: Configuration, current: Configuration) -> Configuration:
     """
     # It says what ``add`` returns, and nothing about what is stored, and its default has changed.
     names = (f"{path}.per_add" for path, name in saved.items() if name in _ACCUMULATORS)
-    return {**saved, **{name: current[name] for name in names if name in current}}
+    # Parts of a mixture had no names.
+    unnamed = {f"{path}.names": [] for path, name in saved.items() if name == "Mixture"}
+    return {**unnamed, **saved, **{name: current[name] for name in names if name in current}}
 
 
 def as_saved(like: Tree, saved: dict[str, LeafType], configuration: Configuration) -> Tree:

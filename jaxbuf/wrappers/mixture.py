@@ -107,6 +107,8 @@ class Mixture(SlottedBuffer, Described):
         parts: The buffers.
         ratios: The share of each part in a batch; they sum to 1. ``Varying()`` if they vary: then
             ``hyperparameters["ratios"]`` has them.
+        names: The names of the parts, which take the place of their numbers in ``metrics`` and
+            ``hyperparameters``, and are legal as ``part=``; empty if they have none.
         varying: Ratios that vary, ``[P]``, and the number of calls that gave illegal ones,
             ``rejected``; empty if they do not vary.
 
@@ -124,38 +126,43 @@ class Mixture(SlottedBuffer, Described):
 
     parts: tuple[DrawnBuffer, ...]
     ratios: tuple[float, ...] | Varying = struct.field(pytree_node=False)
+    names: tuple[str, ...] = struct.field(pytree_node=False, default=())
     varying: dict[str, Array] = struct.field(default_factory=dict, kw_only=True)
 
     @classmethod
     def create(
         cls,
-        buffers: Sequence[DrawnBuffer | Queue],
+        buffers: Sequence[DrawnBuffer | Queue] | Mapping[str, DrawnBuffer | Queue],
         ratios: Sequence[float] | Float[Array, " P"] | Varying,
     ) -> Self:
         """Creates a mixture of buffers.
 
         Args:
             buffers: The parts, whose samples must have the same structure, shapes and dtypes. Items
-                of a ``Queue`` are taken by ``next_batch``.
+                of a ``Queue`` are taken by ``next_batch``. A dict gives names to the parts, which
+                are strings without ``/``; its order is that of the parts, and of the ratios.
             ratios: The relative numbers of rows from each part. With ``jaxbuf.Varying(ratios)``
                 they can change while programs run, by ``set_hyperparameters(ratios=...)``; a draw
                 then costs as much as one of a whole batch from each part.
 
         Raises:
-            ValueError: If there are no buffers, the number of ratios differs, a ratio is negative
-                or not finite, all ratios are zero, samples of the parts differ in structure, shape
-                or dtype, two parts share memory, there are 2**31 slots or more, or ratios vary and
-                a part cannot draw a number of rows that varies.
+            ValueError: If there are no buffers, a name is not legal, the number of ratios differs,
+                a ratio is negative or not finite, all ratios are zero, samples of the parts differ
+                in structure, shape or dtype, two parts share memory, there are 2**31 slots or more,
+                or ratios vary and a part cannot draw a number of rows that varies.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxbuf
-            >>> parts = [jaxbuf.ItemBuffer.create(jnp.float32(0), 8) for _ in range(2)]
+            >>> offline, online = [jaxbuf.ItemBuffer.create(jnp.float32(0), 8) for _ in range(2)]
+            >>> parts = {"offline": offline, "online": online}
             >>> mixture = jaxbuf.Mixture.create(parts, jaxbuf.Varying((0.5, 0.5)))
-            >>> mixture = mixture.add(jnp.zeros(8), part=0).add(jnp.ones(8), part=1)
+            >>> mixture = mixture.add(jnp.zeros(8), part="offline").add(jnp.ones(8), part="online")
             >>> mixture = jaxbuf.set_hyperparameters(mixture, ratios=(0.25, 0.75))
             >>> jaxbuf.sample(mixture, jax.random.key(0), 4).data.tolist()
             [0.0, 1.0, 1.0, 1.0]
         """
+        names = _check_names(buffers) if isinstance(buffers, Mapping) else ()
+        buffers = [*buffers.values()] if isinstance(buffers, Mapping) else buffers
         parts = checks.check_sequence("buffers", buffers, "buffers")
         fixed, varying = _split(ratios, len(parts))
         for i, part in enumerate(parts):
@@ -170,7 +177,7 @@ class Mixture(SlottedBuffer, Described):
         if len(set(leaves)) < len(leaves):
             raise ValueError("buffers share memory, so they cannot be donated; pass copies")
         _check_samples_alike(parts)
-        return cls(parts=parts, ratios=fixed, varying=varying)
+        return cls(parts=parts, ratios=fixed, names=names, varying=varying)
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -257,10 +264,9 @@ class Mixture(SlottedBuffer, Described):
                 as_buffer(self.parts[i]).check_room(part_asks, max(count, 1), sequence_length)
 
     def check_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        part, parts = arguments.get("part"), self.parts
-        if isinstance(part, int | np.integer) and 0 <= part < len(parts):
-            return as_buffer(parts[part]).check_add(arguments)
-        return arguments
+        # Another part than one of these is refused by ``add`` itself.
+        i = self._number_of(arguments.get("part"))
+        return arguments if i is None else as_buffer(self.parts[i]).check_add(arguments)
 
     def add(self, items: Arrays, **options: Unpack[AddOptions]) -> Self:
         i = self._pop_part(options)
@@ -277,11 +283,12 @@ class Mixture(SlottedBuffer, Described):
     def hyperparameters(self) -> dict[str, Array]:
         """The varying ``ratios``, and the numbers of samplers with that of the part: ``0/alpha``.
 
-        Those of a mixture that is a part are ``1/ratios``.
+        Those of a mixture that is a part are ``1/ratios``. Names of parts take the place of their
+        numbers.
         """
         return {name: value for name, value in self.varying.items() if name == "ratios"} | {
-            f"{i}/{name}": value
-            for i, part in enumerate(self.parts)
+            f"{label}/{name}": value
+            for label, part in zip(self._labels, self.parts, strict=True)
             for name, value in getattr(part, "hyperparameters", {}).items()
         }
 
@@ -296,7 +303,7 @@ class Mixture(SlottedBuffer, Described):
             if "ratios" in new:
                 raise ValueError("ratios are those of the mixture as a whole; leave part out")
             i = self._pop_part({"part": part})
-            new = {f"{i}/{name}": value for name, value in new.items()}
+            new = {f"{self._labels[i]}/{name}": value for name, value in new.items()}
         checked: dict[str, Array] = {}
         if "ratios" in new:
             if not self.varying:
@@ -308,7 +315,7 @@ class Mixture(SlottedBuffer, Described):
         for i, inner in self._by_part(new):
             check_options(self.parts[i], "set_hyperparameters", {}, f"parts[{i}]")
             inner = as_buffer(self.parts[i]).check_hyperparameters({"values": inner})["values"]
-            checked |= {f"{i}/{name}": value for name, value in inner.items()}
+            checked |= {f"{self._labels[i]}/{name}": value for name, value in inner.items()}
         return {"values": checked}
 
     def kept_by_hyperparameters(self, arguments: dict[str, Any]) -> tuple[str, ...]:
@@ -350,12 +357,12 @@ class Mixture(SlottedBuffer, Described):
         # Another sampler changes the structure, so not by ``replace_part``.
         return self._with_part(i, self._slotted(i).with_sampler(sampler, **options))
 
-    def replace_part(self, part: int, buffer: DrawnBuffer | SlottedBuffer | Queue) -> Self:
+    def replace_part(self, part: int | str, buffer: DrawnBuffer | SlottedBuffer | Queue) -> Self:
         """Returns the mixture with a new state of one part.
 
         Raises:
-            ValueError: If ``part`` is not the number of a part, or ``buffer`` is not built like the
-                present part.
+            ValueError: If ``part`` is not the number or the name of a part, or ``buffer`` is not
+                built like the present part.
         """
         i = self._check_part(part)
         if jax.tree.structure(buffer) != jax.tree.structure(self.parts[i]):
@@ -567,19 +574,19 @@ class Mixture(SlottedBuffer, Described):
         past |= slots.index[:, None] < 0
         return jnp.sum(past, axis=1, dtype=jnp.int32)
 
-    def part_slots(self, slots: Slots, part: int) -> Slots:
+    def part_slots(self, slots: Slots, part: int | str) -> Slots:
         """Returns the slots of one part, for the part's own methods.
 
         Args:
             slots: Slots of the mixture, ``sample.slots``, ``[B]``.
-            part: The number of the part; static.
+            part: The number of the part, or its name; static.
 
         Returns:
             Slots of the part, ``[B]``. Rows of other parts, like invalid rows, have index
             ``parts[part].capacity``, so that the part ignores them.
 
         Raises:
-            ValueError: If ``part`` is not the number of a part, or ``slots`` are not the slots of a
+            ValueError: If ``part`` is not one of the parts, or ``slots`` are not the slots of a
                 sample.
 
         Example:
@@ -760,15 +767,21 @@ class Mixture(SlottedBuffer, Described):
             The total ``size``, and the metrics of each part, whose names are prefixed with the
             number of the part: ``0/size``, ``1/priority_max``. Ratios that vary one by one, as
             ``ratios[0]`` and so on, and ``rejected``, the number of calls that gave illegal ones.
+            Names of parts take the place of their numbers.
         """
         metrics = {"size": self.size}
         if self.varying:
             metrics |= {"rejected": self.varying["rejected"]}
-            for i in range(len(self.parts)):
-                metrics[f"ratios[{i}]"] = self.varying["ratios"][i]
-        for i, part in enumerate(self.parts):
-            metrics |= {f"{i}/{name}": value for name, value in part.metrics().items()}
+            for i, label in enumerate(self._labels):
+                metrics[f"ratios[{label}]"] = self.varying["ratios"][i]
+        for label, part in zip(self._labels, self.parts, strict=True):
+            metrics |= {f"{label}/{name}": value for name, value in part.metrics().items()}
         return metrics
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        """The names of the parts; their numbers if they have none."""
+        return self.names or tuple(map(str, range(len(self.parts))))
 
     def _with_part(self, i: int, buffer: Any) -> Self:
         return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
@@ -847,13 +860,14 @@ class Mixture(SlottedBuffer, Described):
         """Returns the numbers of the parts that named values are for, with these values.
 
         Raises:
-            ValueError: If a name does not begin with the number of a part.
+            ValueError: If a name does not begin with that of a part.
         """
         inner: dict[int, dict[str, Any]] = {}
         for name, value in values.items():
-            part, slash, rest = name.partition("/")
+            label, slash, rest = name.partition("/")
             if slash:
-                i = self._check_part(int(part) if part.isdecimal() else part)
+                found = label in self._labels
+                i = self._labels.index(label) if found else self._check_part(label)
                 inner.setdefault(i, {})[rest] = value
             elif name != "ratios":
                 self._check_part(None)
@@ -898,13 +912,35 @@ class Mixture(SlottedBuffer, Described):
         return i
 
     def _check_part(self, part: Any) -> int:
-        integer = isinstance(part, int | np.integer) and not isinstance(part, bool)
-        if not integer or not 0 <= part < len(self.parts):
-            raise ValueError(
-                f"part is {part!r}; expected the number of one of the {len(self.parts)} parts, an "
-                f"integer from 0 to {len(self.parts) - 1}"
+        i = self._number_of(part)
+        if i is None:
+            named = (
+                f"one of the names {', '.join(map(repr, self.names))}, or " if self.names else ""
             )
-        return int(part)
+            raise ValueError(
+                f"part is {part!r}; expected {named}the number of one of the {len(self.parts)} "
+                f"parts, an integer from 0 to {len(self.parts) - 1}"
+            )
+        return i
+
+    def _number_of(self, part: object) -> int | None:
+        """Returns the number of a part that is given by its number or its name; else None."""
+        if isinstance(part, str):
+            return self.names.index(part) if part in self.names else None
+        integer = isinstance(part, int | np.integer) and not isinstance(part, bool)
+        return int(part) if integer and 0 <= part < len(self.parts) else None
+
+
+def _check_names(buffers: Mapping[Any, object]) -> tuple[str, ...]:
+    """Returns the names of the parts.
+
+    Raises:
+        ValueError: If one is not a string, is empty, or has a slash.
+    """
+    for name in buffers:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(f"buffers has the name {name!r}; expected strings without '/'")
+    return tuple(buffers)
 
 
 def _split(given: object, parts: int) -> tuple[tuple[float, ...] | Varying, dict[str, Array]]:

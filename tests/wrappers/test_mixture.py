@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +145,47 @@ def test_a_mixture_may_be_a_part_and_parts_may_lack_priorities():
     assert masses(outer.replace(parts=outer.parts[1:])) == [[200, 201, 202, 0]]
 
 
+def test_names_take_the_place_of_numbers(tmp_path):
+    """Whatever a mixture without names does, in the order of the dict."""
+    sampler = jaxbuf.Prioritized(alpha=jaxbuf.Varying(1.0))
+    late, early = part(0, 3, 4, sampler), part(100, 3, 4)
+    named = jaxbuf.Mixture.create({"late": late, "early": early}, jaxbuf.Varying((1, 3)))
+    plain = jaxbuf.Mixture.create([late, early], jaxbuf.Varying((1, 3)))
+    names = {"0": "late", "1": "early"}
+
+    def renamed(values):
+        return {
+            re.sub(r"^(\d)(?=/)|(?<=^ratios\[)(\d)", lambda m: names[m[0]], name): value
+            for name, value in values.items()
+        }
+
+    def changes(mixture, late, early):
+        mixture = jaxbuf.add(mixture, jnp.arange(7, 9, dtype=jnp.int32), part=late, donate=False)
+        mixture, slots = mixture.insert(jnp.array([9], jnp.int32), part=early)
+        mixture = mixture.set_hyperparameters(alpha=2.0, part=late)
+        mixture = jaxbuf.set_hyperparameters(mixture, {f"{late}/alpha": 0.5})
+        mixture = mixture.with_sampler(jaxbuf.Uniform(), part=early)
+        mixture = mixture.replace_part(late, mixture.parts[0])
+        return mixture, mixture.part_slots(slots, early), mixture.sample(jax.random.key(0), 8)
+
+    one, two = changes(named, "late", "early"), changes(plain, 0, 1)
+    chex.assert_trees_all_equal(jax.tree.leaves(one), jax.tree.leaves(two))
+    for mixture, like in ((named, plain), (one[0], two[0])):
+        chex.assert_trees_all_equal(mixture.metrics(), renamed(like.metrics()))
+        chex.assert_trees_all_equal(dict(mixture.hyperparameters), renamed(like.hyperparameters))
+    assert isinstance(named.parts, tuple)
+    assert named.names == ("late", "early")
+    # Numbers remain legal, and an outer mixture puts its own before the names.
+    added = named.add(jnp.arange(2, dtype=jnp.int32), part=1)
+    assert added.metrics()["early/adds"] == 5
+    outer = jaxbuf.Mixture.create([part(0, 3, 4), named], [1, 1])
+    assert "1/late/alpha" in outer.hyperparameters
+    jaxbuf.save(tmp_path / "names", named)
+    chex.assert_trees_all_equal(jaxbuf.load(tmp_path / "names", named), named)
+    with pytest.raises(ValueError, match=r"like.names is \[\], but the checkpoint has \['late'"):
+        jaxbuf.load(tmp_path / "names", plain)
+
+
 def other(example):
     return jaxbuf.ItemBuffer.create(example, 4)
 
@@ -167,6 +209,22 @@ def other(example):
         ),
         (lambda m: m.add(jnp.zeros(2, jnp.int32)), "part is None; expected the number of one of"),
         (lambda m: m.add(jnp.zeros(2, jnp.int32), part=2), "part is 2; expected"),
+        (lambda m: m.add(jnp.zeros(2, jnp.int32), part="a"), "part is 'a'; expected the number of"),
+        (
+            lambda m: jaxbuf.Mixture.create({"a": m.parts[0]}, [1]).add(jnp.zeros(2), part="b"),
+            "part is 'b'; expected one of the names 'a', or the number of one of the 1 parts",
+        ),
+        *(
+            (
+                lambda m, name=name: jaxbuf.Mixture.create({name: m.parts[0]}, [1]),
+                f"buffers has the name {name!r}; expected strings without '/'",
+            )
+            for name in ("a/b", "", 3)
+        ),
+        (
+            lambda m: jaxbuf.Mixture.create({"a": m.parts[0]}, {"a": 1}),
+            "ratios is a dict; expected a list of numbers, in the order of the buffers",
+        ),
         (
             lambda m: jaxbuf.Mixture.create([m, other(ITEM)], [1, 1]).add(jnp.arange(2), part=0),
             "parts[0] is a Mixture, of which one part would have to be named too",
