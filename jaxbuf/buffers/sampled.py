@@ -1,6 +1,7 @@
 """The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
@@ -550,6 +551,7 @@ def check_metric_names(buffer: AnyBuffer) -> AnyBuffer:
     return buffer
 
 
+@functools.lru_cache(maxsize=1024)
 def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:
     """The names under which a buffer with these parts counts rows."""
     reasons = [reason for part in extras for reason in part.reasons]

@@ -271,13 +271,13 @@ class Mixture(SlottedBuffer, Described):
     def add(self, items: Arrays, **options: Unpack[AddOptions]) -> Self:
         i = self._pop_part(options)
         check_options(self.parts[i], "add", options)
-        return self.replace_part(i, self.parts[i].add(items, **options))
+        return self._with_part(i, self.parts[i].add(items, **options))
 
     def insert(self, items: Arrays, **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
         i = self._pop_part(options)
         check_options(self.parts[i], "insert", options, f"parts[{i}]")
         buffer, slots = self._slotted(i).insert(items, **options)
-        return self.replace_part(i, buffer), self._global_slots(i, slots)
+        return self._with_part(i, buffer), self._global_slots(i, slots)
 
     @property
     def hyperparameters(self) -> dict[str, Array]:
@@ -354,7 +354,6 @@ class Mixture(SlottedBuffer, Described):
     def with_sampler(self, sampler: Sampler, **options: Unpack[PartOptions]) -> Self:
         i = self._pop_part(options)
         check_options(self.parts[i], "with_sampler", options, f"parts[{i}]")
-        # Another sampler changes the structure, so not by ``replace_part``.
         return self._with_part(i, self._slotted(i).with_sampler(sampler, **options))
 
     def replace_part(self, part: int | str, buffer: DrawnBuffer | SlottedBuffer | Queue) -> Self:
@@ -367,7 +366,7 @@ class Mixture(SlottedBuffer, Described):
         i = self._check_part(part)
         if jax.tree.structure(buffer) != jax.tree.structure(self.parts[i]):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
-        return self._with_part(i, buffer)
+        return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
 
     def sample(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -482,7 +481,7 @@ class Mixture(SlottedBuffer, Described):
             if count > 0:
                 parts[i], samples[i] = _next_of(parts[i], keys[i], count)
         batch = weighed(self, self._batch(samples), beta, normalize, within)
-        return self.replace(parts=tuple(parts)), batch
+        return trees.updated(self, parts=tuple(parts)), batch
 
     def sample_some(
         self, key: Key, batch_size: int, begin: Count, count: Count, **options: Any
@@ -626,7 +625,7 @@ class Mixture(SlottedBuffer, Described):
             return self._join(operation.name, operation.needs, perform)
         for i in self._able_parts(operation.name, operation.needs):
             parts[i] = operation.call_on(parts[i], arguments) if slots is None else perform(i)[1]
-        return self.replace(parts=tuple(parts))
+        return trees.updated(self, parts=tuple(parts))
 
     def get(self, slots: Slots) -> Sample:
         """Returns items, or windows, by the slots of an earlier sample.
@@ -733,7 +732,7 @@ class Mixture(SlottedBuffer, Described):
 
     def clear(self, envs: Envs = None) -> Self:
         if envs is None:
-            return self.replace(parts=tuple(part.clear() for part in self.parts))
+            return trees.updated(self, parts=tuple(part.clear() for part in self.parts))
         return self._of_envs(
             "clear", envs, lambda part, mask: part.clear(mask), needs="environments"
         )
@@ -784,7 +783,8 @@ class Mixture(SlottedBuffer, Described):
         return self.names or tuple(map(str, range(len(self.parts))))
 
     def _with_part(self, i: int, buffer: Any) -> Self:
-        return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
+        """Returns the mixture with a part that a method has returned, which needs no check."""
+        return trees.updated(self, parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
 
     def _slotted(self, part: int) -> SlottedBuffer:
         """Returns a part of which the caller knows that it is a ``SlottedBuffer``."""
@@ -845,7 +845,7 @@ class Mixture(SlottedBuffer, Described):
         for i in able:
             start, count = self._env_offset(i), as_buffer(parts[i]).num_envs
             parts[i] = change(parts[i], mask[start : start + count])
-        return self.replace(parts=tuple(parts))
+        return trees.updated(self, parts=tuple(parts))
 
     def _part_envs(self, part: int, env: Index) -> tuple[Mask, Index]:
         """Returns a mask of the environments of a part, and their numbers in it, or past its end.
