@@ -316,28 +316,33 @@ def check_options(
         raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
     if not options:
         return function
-    parameters = _parameters(function)
-    # A method with ``**options`` takes any, and checks them itself.
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    name = _untaken(function, tuple(options))
+    if name is None:
         return function
-    for name in options:
-        if name not in parameters:
-            takes = [
-                parameter.name
-                for parameter in parameters.values()
-                if parameter.kind is parameter.KEYWORD_ONLY
-                or parameter.default is not parameter.empty
-            ]
-            hint = f", for its {method} takes {', '.join(takes)}" if takes else ""
-            owner = checks.kind_of(buffer)
-            raise ValueError(f"{name} was given, but {owner} has no use for it; leave it out{hint}")
-    return function
+    takes = [
+        parameter.name
+        for parameter in _parameters(function).values()
+        if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+    ]
+    hint = f", for its {method} takes {', '.join(takes)}" if takes else ""
+    owner = checks.kind_of(buffer)
+    raise ValueError(f"{name} was given, but {owner} has no use for it; leave it out{hint}")
 
 
 @functools.lru_cache(maxsize=1024)
 def _methods(kind: type) -> dict[str, Function]:
     """Returns the methods of a class by name, those of its bases included."""
     return dict(inspect.getmembers(kind, callable))
+
+
+@functools.lru_cache(maxsize=1024)
+def _untaken(method: Function, names: tuple[str, ...]) -> str | None:
+    """Returns the first of these options that a method does not take; None if it takes all."""
+    parameters = _parameters(method)
+    # A method with ``**options`` takes any, and checks them itself.
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return next((name for name in names if name not in parameters), None)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from jaxbuf.buffers.arguments import check_batch_size, needs_order, needs_priori
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.buffers.buffer import Buffer, By
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import checks, numbers, sizes, sorting, storage
+from jaxbuf.core import checks, native, numbers, sizes, sorting, storage
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Slots
@@ -194,6 +194,12 @@ def placed(draw: Draw, begin: Count, count: Count) -> Draw:
     inside = (row >= 0) & (row < count)
     row = jnp.where(inside, row, 0)
     return Draw(draw.index[row], draw.probability[row], draw.valid[row] & inside)
+
+
+@native.kernel("or_zero")
+def or_zero(probability: Floats, valid: Mask) -> Floats:
+    """Returns the probabilities of valid rows, and 0 for the others."""
+    return jnp.where(valid, probability, 0.0)
 
 
 def check_draw(draw: object) -> tuple[Index, Floats, Mask]:

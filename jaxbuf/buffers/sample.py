@@ -198,7 +198,8 @@ def importance_weights(
         >>> [round(float(w), 4) for w in weights[jnp.argsort(batch.data)]]
         [1.0, 0.8467, 0.717, 0.6071]
     """
-    beta = check_weighing(beta, normalize, within)
+    _check_choices(normalize, within)
+    beta = check_beta(beta)
     check_options(buffer, "support", {})
     check_sample("sample", sample)
     # Relative to the largest weight of the batch they do not depend on the buffer.
@@ -221,41 +222,49 @@ def _weights(
 ) -> Floats:
     beta = storage.check_rows(beta, "beta", (), np.float32, "one number")
     probability, valid, beta = lax.stop_gradient((probability, valid, beta))
-    probability, valid = _drawable(probability, valid)
+    scale = jnp.float32(1) if buffer is None or slots is not None else _scale(buffer, normalize)
+    ratio, valid = _ratios(probability, valid, scale, relative=buffer is None and not axes)
     if slots is not None:
-        shares = as_buffer(buffer).shares(probability.shape[0])
+        shares = as_buffer(buffer).shares(ratio.shape[0])
         counts, least = _counts_and_smallest(shares, normalize)
         # The share of the part cancels out, so that only the draw within the part counts.
         fractions = [_above_0(share.fraction) for share in shares]
         scale = counts / jnp.asarray(fractions, jnp.float32)
         ends = np.cumsum([share.slots for share in shares[:-1]], dtype=np.int32)
         part = jnp.sum(slots.index[:, None] >= ends[None], axis=1, dtype=jnp.int32)  # [B]
-        ratio = probability * scale.at[part].get(mode="clip")
+        ratio = ratio * scale.at[part].get(mode="clip")
         if normalize == "batch":
             least = jnp.min(ratio, where=valid, initial=jnp.finfo(jnp.float32).max)
             least = lax.pmin(least, axes) if axes else least
         ratio = ratio / least
-    elif buffer is None:
-        least = jnp.min(probability, initial=1.0)
-        ratio = probability / (lax.pmin(least, axes) if axes else least)
-    elif normalize == "buffer":
-        least = buffer.support().least_probability
-        ratio = probability / jnp.maximum(least, TINY)
-    else:
-        count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
-        ratio = probability * count.astype(jnp.float32)
+    elif buffer is None and axes:
+        ratio = ratio / lax.pmin(jnp.min(ratio, initial=1.0), axes)
     return jnp.where(valid, ratio**-beta, 0.0)
 
 
-@native.kernel("drawn")
-def _drawable(probability: Floats, valid: Mask) -> tuple[Floats, Mask]:
-    """Returns the probabilities of rows that can be drawn, 1 for others, and a mask of these rows.
+def _scale(buffer: _Supported, normalize: Normalize | None) -> Number:
+    """Returns ``N``, or for ``"buffer"`` the inverse of the least probability."""
+    if normalize == "buffer":
+        return 1.0 / jnp.maximum(buffer.support().least_probability, TINY)
+    count = buffer.support().count if normalize == "mean" else buffer.occupancy.size
+    return jnp.asarray(count).astype(jnp.float32)
 
-    ``get`` returns items that are never drawn as well. Of others, the probability may be so small
-    that the largest weight would be infinite.
+
+@native.kernel("drawn")
+def _ratios(
+    probability: Floats, valid: Mask, scale: Number, *, relative: int
+) -> tuple[Floats, Mask]:
+    """Returns probabilities times ``scale``, or relative to the least of them, and a mask.
+
+    The mask is that of the rows that can be drawn: ``get`` returns items that are never drawn as
+    well, which count as 1. Of others, the probability may be so small that the largest weight would
+    be infinite, so it is at least ``TINY``.
     """
     valid = valid & (probability > 0)
-    return jnp.where(valid, jnp.maximum(probability, TINY), 1.0), valid
+    probability = jnp.where(valid, jnp.maximum(probability, TINY), 1.0)
+    # Not divided: XLA multiplies by the inverse anyway, and so does the kernel.
+    by = 1.0 / jnp.min(probability, initial=1.0) if relative else scale
+    return probability * by, valid
 
 
 def _above_0(fraction: Any) -> Any:
@@ -284,40 +293,55 @@ def weighed(
     Raises:
         ValueError: As raised by ``check_weighing``.
     """
-    check_weighing(beta, normalize, within)
+    beta, how = check_weighing(beta, normalize, within)
     if beta is None:
         return sample
-    how = "batch" if normalize is ... else normalize
     return sample.replace(weights=importance_weights(buffer, sample, beta, how, within=within))
 
 
 def check_weighing(
-    beta: float | Number | None, normalize: Normalization = ..., within: Within | None = None
-) -> Any:
-    """Returns ``beta``, a number that is known as a Python float, after checks of all three.
+    beta: float | Number | None, normalize: Normalization, within: Within | None
+) -> tuple[Any, Normalize | None]:
+    """Returns ``beta``, and what ``normalize`` stands for, after checks of the options of a draw.
 
     Raises:
-        ValueError: If ``beta`` is known, and is not a finite number, if ``normalize`` or ``within``
-            is none of their values, or one of these is given and ``beta`` is None.
+        ValueError: If ``beta`` is not a finite number or None, if ``normalize`` or ``within`` is
+            none of their values, or one of these is given and ``beta`` is None.
     """
+    how = "batch" if normalize is ... else normalize
+    _check_choices(how, within)
+    if beta is not None:
+        return check_beta(beta), how
+    for name, is_given in (("normalize", normalize is not ...), ("within", within is not None)):
+        if is_given:
+            raise ValueError(
+                f"{name} was given without beta; pass beta=, such as beta=0.4, for importance "
+                f"weights, or leave {name} out"
+            )
+    return None, how
+
+
+def check_beta(beta: float | Number) -> Any:
+    """Returns an array as it is, and any other number as a Python float.
+
+    Raises:
+        ValueError: If it is known, and is not a finite number.
+    """
+    # A float is tested without more, since each call from Python comes here.
+    if (type(beta) is float and math.isfinite(beta)) or isinstance(beta, jax.Array | np.ndarray):
+        return beta
+    return checks.check_number("beta", beta, "a finite number", math.isfinite)
+
+
+def _check_choices(normalize: object, within: object) -> None:
+    """Raises ValueError if ``normalize`` or ``within`` is none of their values."""
     if within is not None and (not isinstance(within, str) or within != "part"):
         raise ValueError(f'within is {checks.name_of(within)}; choose "part" or None')
-    if normalize not in (None, ...) and (
+    if normalize is not None and (
         not isinstance(normalize, str) or normalize not in get_args(Normalize)
     ):
         name = checks.name_of(normalize)
         raise ValueError(f'normalize is {name}; choose "batch", "buffer", "mean" or None')
-    if beta is None:
-        for name, is_given in (("normalize", normalize is not ...), ("within", within is not None)):
-            if is_given:
-                raise ValueError(
-                    f"{name} was given without beta; pass beta=, such as beta=0.4, for importance "
-                    f"weights, or leave {name} out"
-                )
-        return None
-    if isinstance(beta, jax.Array | np.ndarray):
-        return beta
-    return checks.check_number("beta", beta, "a finite number", math.isfinite)
 
 
 def _counts_and_smallest(

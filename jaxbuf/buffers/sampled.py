@@ -220,7 +220,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return Sample(
             data=self._read(slots.index),
             slots=slots,
-            probability=jnp.where(valid, probability, 0.0),
+            probability=draws.or_zero(probability, valid),
             valid=valid,
         )
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jaxbuf.buffers.arguments import Where, check_offsets
 from jaxbuf.buffers.buffer import Buffer, By
 from jaxbuf.buffers.operation import Operation, operation
-from jaxbuf.buffers.sample import Normalization, Sample, Steps, StepsAround, Within, check_weighing
+from jaxbuf.buffers.sample import Normalization, Sample, Steps, StepsAround, Within, check_beta
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import (
     Arrays,
@@ -81,9 +81,8 @@ INFINITE = ("priority",)
 def _check_beta(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a draw, after a check of a ``beta`` that tracing would hide."""
     del buffer
-    if arguments.get("beta") is None:
-        return arguments
-    return {**arguments, "beta": check_weighing(arguments["beta"])}
+    beta = arguments.get("beta")
+    return arguments if beta is None else {**arguments, "beta": check_beta(beta)}
 
 
 class PartOptions(TypedDict, total=False):

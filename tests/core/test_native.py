@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf.buffers.sample import _drawable
+from jaxbuf.buffers.draws import or_zero
+from jaxbuf.buffers.sample import _ratios
 from jaxbuf.core import native, storage
 from jaxbuf.core.native import called_from_python, using_native
 from jaxbuf.core.random import scale_word
@@ -263,7 +264,15 @@ ROWS = {
     "mass of 1": lambda rng, n: (jaxbuf.Prioritized(alpha=1, epsilon=0.1).mass, numbers(rng, n)),
     "share": lambda rng, n: (share_of, np.abs(numbers(rng, n)), *np.float32([3e4, 0.1])),
     "no share": lambda rng, n: (share_of, np.zeros(n, "f4"), *np.float32([0, 0.1])),
-    "drawn": lambda rng, n: (_drawable, numbers(rng, n), flags(rng, n)[0]),
+    "or zero": lambda rng, n: (or_zero, numbers(rng, n), flags(rng, n)[0]),
+    "scaled probabilities": lambda rng, n: (
+        functools.partial(_ratios, relative=False), numbers(rng, n), flags(rng, n)[0],
+        np.float32(1000),
+    ),
+    "relative probabilities": lambda rng, n: (
+        functools.partial(_ratios, relative=True), rng.random(n, np.float32), flags(rng, n)[0],
+        np.float32(1),
+    ),
     "strata": lambda rng, n: (
         lambda word, total: points(word, None, total, stratified=True),
         words(rng, n),
@@ -336,6 +345,8 @@ CREATE = {
         ("items", PRIORITIZED, "add", 64),
         ("items", PRIORITIZED, "update", 256),
         ("items", PRIORITIZED, "weights", 256),
+        ("items", PRIORITIZED, "sample with weights", 256),
+        ("items", PRIORITIZED, "sample with weights of the buffer", 256),
         ("windows", PRIORITIZED, "add", 4),
         ("windows", PRIORITIZED, "sample", 64),
     ],
@@ -351,6 +362,18 @@ def test_small_calls_count_fewer_operations_than_xla_hands_to_another_thread(
     function, *args = {
         "add": lambda: (type(buffer).add, buffer, items),
         "sample": lambda: (lambda b, key: b.sample(key, rows), buffer, jax.random.key(0)),
+        "sample with weights": lambda: (
+            lambda b, *args: b.sample(args[0], rows, beta=args[1]),
+            buffer,
+            jax.random.key(0),
+            0.4,
+        ),
+        "sample with weights of the buffer": lambda: (
+            lambda b, *args: b.sample(args[0], rows, beta=args[1], normalize="buffer"),
+            buffer,
+            jax.random.key(0),
+            0.4,
+        ),
         "update": lambda: (type(buffer).update_priority, buffer, slots, jnp.ones(rows)),
         "weights": lambda: (
             lambda sample: jaxbuf.importance_weights(buffer, sample, 0.4),

@@ -42,6 +42,7 @@ KERNELS = (
     "mass_base",
     "mass_within",
     "mass_share",
+    "or_zero",
     "drawn",
     "points",
     "random_words",

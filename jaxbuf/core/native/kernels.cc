@@ -687,17 +687,32 @@ ffi::Error MassShare(Floats share, Floats mass, Floats total, Floats uniform,
   });
 }
 
-ffi::Error Drawn(Floats probability, Flags valid, ffi::Result<Floats> out,
-                 ffi::Result<Flags> drawn) {
+ffi::Error OrZero(Floats number, Flags valid, ffi::Result<Floats> out) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const float* from = lane(number);
+    const bool* is = lane(valid);
+    float* __restrict to = lane(*out);
+    for (int64_t i = 0; i < rows; ++i) to[i] = is[i] ? from[i] : 0.0f;
+  });
+}
+
+// Scales probabilities by a factor, or relative to the least of them.
+ffi::Error Drawn(Floats probability, Flags valid, Floats scale, ffi::Result<Floats> out,
+                 ffi::Result<Flags> drawn, Sizes sizes) {
+  const bool relative = (*sizes)[0] != 0;
   return ForLanes(*out, [&](int64_t rows, const auto& lane) {
     const float* from = lane(probability);
     const bool* was = lane(valid);
     float* __restrict to = lane(*out);
     bool* __restrict is = lane(*drawn);
+    float least = 1.0f;
     for (int64_t i = 0; i < rows; ++i) {
       is[i] = was[i] & (from[i] > 0.0f);
       to[i] = is[i] ? Max(from[i], kLeastMass) : 1.0f;
+      least = Min(least, to[i]);
     }
+    const float by = relative ? 1.0f / least : *lane(scale);
+    for (int64_t i = 0; i < rows; ++i) to[i] *= by;
   });
 }
 
@@ -842,6 +857,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_items_at, ItemsAt);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_base, MassBase);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_within, MassWithin);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_share, MassShare);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_or_zero, OrZero);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_drawn, Drawn);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_points, Points);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_random_words, RandomWords);
