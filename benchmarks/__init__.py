@@ -22,9 +22,6 @@ How it measures:
 A row is one object ([`benchmarks.harness.Row`][]). A module in `benchmarks/rows` with a function
 `rows(options)` adds rows. Peers that cannot be imported are left out, and the table says why.
 
-Memory is reported for compiled programs only. Peers in C++ manage their own memory: the resident
-set of their process does not grow with a call, however much it needs.
-
 Separate programs measure on a GPU, [`benchmarks.gpu`][], and over several devices,
 [`benchmarks.devices`][]; [`benchmarks.compiled`][] and [`benchmarks.scale`][] count what programs
 for accelerators, and for many devices, do without them.

@@ -48,7 +48,6 @@ from benchmarks import devices, hlo, jax_loops, report
 from benchmarks.gpu import GATHER, LARGEST_POWER, REPLAY
 from benchmarks.harness import Options, Unavailable
 from benchmarks.jax_loops import Binding
-from benchmarks.programs import memory_beyond
 from benchmarks.rows import freshness, gflownet, per, windows
 from benchmarks.rows.growth import SMALL
 from benchmarks.running import progress_bar
@@ -381,18 +380,18 @@ def counted(
     program, seconds = made
     text, calls = program.as_text() or "", SCAN_LENGTH[device] if operation == "cycle" else 1
     counts: dict[str, Any] = {"lines": len(text.splitlines()), "seconds": round(seconds, 1)}
+    memory = program.memory_analysis()
+    counts["beside"] = memory.temp_size_in_bytes
     if device == "gpu":
         work = hlo.work(text, job.workload.capacity)
         counts |= {name: number // calls for name, number in work._asdict().items()}
-        counts["beside"] = memory_beyond(program)
+        counts["beside"] += memory.output_size_in_bytes - memory.alias_size_in_bytes
     else:
         cycles, ops = hlo.estimate(text)
         sent = devices.collectives(text)[0]
         counts |= {"cycles": cycles // calls, "ops": ops // calls}
-        counts["beside"] = program.memory_analysis().temp_size_in_bytes
-        counts["collectives"] = (
-            ", ".join(f"{n} {name}" for name, n in sorted(sent.items())) or "none"
-        )
+        named = [f"{number} {name}" for name, number in sorted(sent.items())]
+        counts["collectives"] = ", ".join(named) or "none"
     for cycles, name, origin in hlo.dearest(text, dearest):
         print(f"{cycles:12,}  {name[:80]:80}  {origin[-80:]}")
     return {name: str(counts[name]) for name in COUNTS[device]}

@@ -89,15 +89,12 @@ class Operation:
         prepare: Called once right before the turns begin, to make fresh arguments.
         floor: Tells the least seconds that one operation can take on this machine (see
             [`benchmarks.limits`][]); None where that is not known.
-        memory: Tells the bytes needed beyond the state that is given, what is returned included;
-            None where that is not known.
     """
 
     run: Callable[[int], float]
     per_call: int = 1
     prepare: Callable[[], object] = lambda: None
     floor: Callable[[], float] | None = None
-    memory: Callable[[], int] | None = None
 
 
 class Contestant(Protocol):
@@ -175,27 +172,14 @@ class Timing:
         return float(low), float(middle), float(high)
 
 
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """The limits and the memory of one operation of one library.
-
-    Attributes:
-        floor: The least microseconds that it can take; None where that is not known.
-        memory: The bytes it needs beyond the state; None where that is not known.
-    """
-
-    floor: float | None = None
-    memory: int | None = None
-
-
 @dataclasses.dataclass
 class RowResult:
-    """All that was learned on one row."""
+    """All that was learned on one row; floors are in microseconds."""
 
     row: Row
     timings: dict[str, Timing] = dataclasses.field(default_factory=dict[str, Timing])
-    limits: dict[str, dict[str, Limit]] = dataclasses.field(
-        default_factory=dict[str, dict[str, Limit]]
+    floors: dict[str, dict[str, float]] = dataclasses.field(
+        default_factory=dict[str, dict[str, float]]
     )
     facts: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict[str, dict[str, str]])
     skipped: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
@@ -295,18 +279,15 @@ def run_row(row: Row, options: Options, progress: Callable[[str, int], None]) ->
                 progress(f"{row.name}: {name}", 1)
             elif timing.microseconds:
                 result.timings[name] = timing
-        progress(f"{row.name}: {name}: limits", 0)
-        result.limits[name] = {library: _limit(known) for library, known in competing.items()}
+        progress(f"{row.name}: {name}: floors", 0)
+        result.floors[name] = {
+            library: 1e6 * known.floor()
+            for library, known in competing.items()
+            if known.floor and (library == row.reference or not row.alike)
+        }
     for library, contestant in contestants.items():
         result.facts[library] = dict(contestant.facts())
     return result
-
-
-def _limit(operation: Operation) -> Limit:
-    return Limit(
-        floor=operation.floor and operation.floor() * 1e6,
-        memory=operation.memory and operation.memory(),
-    )
 
 
 def merged(results: Sequence[RowResult]) -> RowResult:

@@ -21,7 +21,6 @@ from benchmarks.programs import (
     State,
     compiled,
     empty_like,
-    memory_beyond,
     repeat_in_place,
     scan_add,
     scan_sample,
@@ -309,7 +308,7 @@ class ReplayContestant:
                 functools.partial(self._python_cycle, weighted=True)
             )
         return {
-            name: dataclasses.replace(operation, **self._limits(name))
+            name: dataclasses.replace(operation, floor=functools.partial(self._floor, name))
             for name, operation in operations.items()
         }
 
@@ -320,25 +319,18 @@ class ReplayContestant:
         prepare: Callable[[], object] = lambda: None,
     ) -> Operation:
         run = scanned(self._subject, program, arguments)
-        memory = functools.partial(memory_beyond, program)
-        return Operation(run, self._workload.scan_length, prepare, memory=memory)
+        return Operation(run, self._workload.scan_length, prepare)
 
-    def _limits(self, name: str) -> dict[str, Any]:
-        """The floor under an operation, and the memory of a call from Python."""
+    def _floor(self, name: str) -> float:
         caller, what = name.split(" ")
         what, _, weights = what.partition("+")
         traffic = self._workload.traffic()[what]
         if caller == "scan":
-            return {"floor": traffic.seconds}
+            return traffic.seconds()
         if weights:
             # The probabilities are read, and as many weights written.
             traffic += limits.Traffic(8 * self._workload.sample_size)
-        found: dict[str, Any] = {
-            "floor": lambda: traffic.seconds() + self._dispatches(what, bool(weights))
-        }
-        if what != "cycle" and not weights:
-            found["memory"] = lambda: self._memory_of_call(what)
-        return found
+        return traffic.seconds() + self._dispatches(what, bool(weights))
 
     def _dispatches(self, what: str, weights: bool) -> float:
         """Returns the seconds of empty calls with as many arrays as the calls of an operation."""
@@ -357,18 +349,6 @@ class ReplayContestant:
         parts = list(seconds) if what == "cycle" else [what]
         total = sum(seconds[part]() for part in parts)
         return total + (limits.dispatch_seconds(0, 1, 1) if weights else 0.0)
-
-    def _memory_of_call(self, what: str) -> int:
-        """Bytes that one call needs, compiled by itself."""
-        binding, state = self._binding, self._subject.state
-        if what == "sample":
-            key = self._keys[0]
-            return memory_beyond(compiled(binding.sample, state, key, donate=False))
-        if what == "add":
-            return memory_beyond(compiled(binding.add, state, self._items))
-        assert binding.update is not None
-        given = self._slots[0], self._priorities[0]
-        return memory_beyond(compiled(binding.update, state, *given))
 
     def facts(self) -> Mapping[str, str]:
         """Bytes of state beyond the data."""

@@ -30,7 +30,7 @@ the data and, from Python, for empty calls (`benchmarks/limits.py`). Each librar
 that it does the same work. The docstrings in `benchmarks/rows` say what exactly is compared;
 `python -m benchmarks --against FILE` names the ratios that are not those of an earlier file, such
 as `benchmarks/results/cpu.json`. The files have more: the other times, the other operations,
-versions, and the memory of programs."""
+and versions."""
 COUNTED = """
 What the compilers make of a cycle (add, sample, update) in a scan, without running it: kernels for
 a GPU, and the cycles that XLA expects of a TPU. `benchmarks/compiled.py` explains them."""

@@ -1,4 +1,4 @@
-"""Programs of JAX: how they are compiled, called in turns, and what memory they need.
+"""Programs of JAX: how they are compiled, and called in turns.
 
 From Python, a call is timed until its result is there. Inside `lax.scan` the state is the carry and
 donated; a sampled batch is a carry too, so that every iteration has to write it out in full, as for
@@ -20,15 +20,12 @@ State = Any
 Sample = Any
 
 
-def compiled(
-    function: Callable[..., Any], state: State, *arguments: Any, donate: bool = True
-) -> Any:
-    """A program that takes the state first, ready to run; if it donates it, it returns it first.
+def compiled(function: Callable[..., Any], state: State, *arguments: Any) -> Any:
+    """A program that takes and returns the state first, which it donates, ready to run.
 
     The same program is compiled once, however many runs there are.
     """
-    jitted = jax.jit(function, donate_argnums=0 if donate else None)
-    lowered = jitted.lower(state, *arguments)
+    lowered = jax.jit(function, donate_argnums=0).lower(state, *arguments)
     same = lowered.as_text(), lowered.in_tree, lowered.out_tree
     if same not in _COMPILED:
         _COMPILED[same] = lowered.compile()
@@ -36,12 +33,6 @@ def compiled(
 
 
 _COMPILED: dict[Any, Any] = {}
-
-
-def memory_beyond(program: Any) -> int:
-    """Returns the bytes that a compiled program needs beyond its arguments, results included."""
-    memory = program.memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 class Holder(Protocol):

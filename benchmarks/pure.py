@@ -36,7 +36,6 @@ class PureContestant:
             per_call=operation.per_call,
             prepare=self._within(operation.prepare),
             floor=operation.floor,
-            memory=operation.memory and self._within(operation.memory),
         )
 
     def _within(self, function: Callable[..., Any]) -> Callable[..., Any]:

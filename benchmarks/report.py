@@ -3,8 +3,8 @@
 A file of results has the command line, the machine, and for every row its operations. Of each
 operation it has, by the name of the library, `us`, the median time in microseconds, `ratio`, that
 time over the one of the row's `reference` (a quartile, the median, a quartile of the turns; of
-several runs the least median, the median, the largest), `floor`, the least microseconds that this
-machine needs, and `kib`, the memory of a compiled program beyond the state.
+several runs the least median, the median, the largest), and `floor`, the least microseconds that
+this machine needs.
 """
 
 import importlib.metadata
@@ -66,22 +66,12 @@ def as_dict(result: RowResult) -> dict[str, Any]:
     """Returns what was found in a row, as a file of results has it."""
     row, operations = result.row, dict[str, Any]()
     for name, timing in result.timings.items():
-        libraries, limits = list(timing.microseconds), result.limits.get(name, {})
+        libraries, floors = list(timing.microseconds), result.floors.get(name, {})
         peers = [peer for peer in libraries if timing.compared and peer != timing.reference]
-        told = libraries if not row.alike else [row.reference]
         found = {
             "us": {library: _short(timing.median(library)) for library in libraries},
             "ratio": {peer: [*map(_short, timing.ratio(peer))] for peer in peers},
-            "floor": {
-                library: _short(limit.floor)
-                for library, limit in limits.items()
-                if library in told and limit.floor is not None
-            },
-            "kib": {
-                library: _short(limit.memory / 1024)
-                for library, limit in limits.items()
-                if limit.memory is not None
-            },
+            "floor": {library: _short(floor) for library, floor in floors.items()},
         }
         operations[name] = {what: values for what, values in found.items() if values}
     facts: dict[str, dict[str, str]] = {}

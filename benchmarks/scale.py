@@ -1,4 +1,4 @@
-"""Counts for a ``Sharded`` on up to 4,096 devices: ``python -m benchmarks.scale``.
+"""Counts for a ``Sharded`` on many devices: ``python -m benchmarks.scale``.
 
 The buffers are of ``ItemBuffer`` shards with ``Prioritized``, one on each device. The programs are
 compiled for 8 to 64 devices of a CPU and not run, and the formulas below are checked against the
@@ -13,14 +13,13 @@ bytes of a row. To each device come
   room;
 * for a ``sample`` without exchange: ``8 D``, the keys.
 
-The number of rounds depends on the draw, and is simulated: stratified draws from *even* shards,
-whose total masses differ by 0.4 %, and from *skewed* ones, whose masses differ by a quarter.
+The number of rounds depends on the draw; one round is counted.
 """
 
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +30,6 @@ from benchmarks.devices import collectives, markdown
 from jaxbuf.wrappers.sharded.exchange import at_once, width_of_round
 
 COMPILED = (8, 16, 32, 64)
-DEVICES = (8, 64, 512, 4096)
-BATCHES = (2**12, 2**16, 2**20)
-ROW_BYTES = (100, 10_000, 100_000)
-SPREADS = {"even": 0.004, "skewed": 0.25}
-"""The standard deviation of the logarithm of the total masses of shards."""
 
 
 class Case(NamedTuple):
@@ -54,7 +48,7 @@ class Case(NamedTuple):
     nbytes: int
 
 
-def received(case: Case, rounds: int = 1) -> int:
+def received(case: Case) -> int:
     """The bytes that come to each device, its own ones included, by the formulas."""
     fixed = {
         "add": 20 * case.devices,
@@ -65,7 +59,7 @@ def received(case: Case, rounds: int = 1) -> int:
         return fixed[case.operation]
     sent = case.rows
     if not at_once(case.rows, case.nbytes):
-        sent = rounds * case.devices * width_of_round(case.rows, case.devices, case.nbytes)
+        sent = case.devices * width_of_round(case.rows, case.devices, case.nbytes)
     return 28 * case.devices + sent * (case.nbytes + 12)
 
 
@@ -106,41 +100,10 @@ def compiled(case: Case) -> tuple[Counter[str], int, float]:
     return *collectives(program.as_text() or ""), cost["flops"]
 
 
-def moved(shard: np.ndarray, devices: int) -> tuple[float, int]:
-    """The share of rows that change their device, and the most that move between two of them.
-
-    Rows beyond a device's part fill the gaps of others in turn, so that both are intervals of one
-    line, and what overlaps moves.
-    """
-    mine = len(shard) // devices
-    has = np.bincount(shard, minlength=devices)
-    given, taken = np.cumsum(np.maximum(has - mine, 0)), np.cumsum(np.maximum(mine - has, 0))
-    cuts = np.unique(np.concatenate([[0], given, taken]))
-    return given[-1] / len(shard), int(np.max(np.diff(cuts), initial=0))
-
-
-def draw(random: np.random.Generator, mass: np.ndarray, rows: int) -> np.ndarray:
-    """The shard of each row of a stratified draw."""
-    point = (np.arange(rows) + random.random(rows)) / rows
-    end = np.cumsum(mass)
-    return np.minimum(np.searchsorted(end, point * end[-1], side="right"), len(mass) - 1)
-
-
-def simulated(devices: int, rows: int, spread: float, repeats: int = 9) -> tuple[float, float]:
-    """The medians of what `moved` returns."""
-    random = np.random.default_rng(0)
-    found = [
-        moved(draw(random, np.exp(spread * random.normal(size=devices)), rows), devices)
-        for _ in range(repeats)
-    ]
-    share, most = np.median(np.asarray(found), axis=0)
-    return float(share), float(most)
-
-
-def checks(counts: Sequence[int]) -> list[list[str]]:
-    """A row for each program: what was compiled beside the formula."""
+def main() -> None:
+    """Prints what was compiled beside the formulas."""
     table = list[list[str]]()
-    for devices in counts:
+    for devices in COMPILED:
         for case in (
             Case("add", devices, 4096, 100),
             Case("update_priority", devices, 4096, 100),
@@ -154,48 +117,9 @@ def checks(counts: Sequence[int]) -> list[list[str]]:
             cells += [f"{nbytes:,}", f"{received(case):,}", f"{work / case.rows:,.0f}"]
             table.append(cells)
             print(".", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return table
-
-
-def predicted() -> list[list[str]]:
-    """A row for each size: what a sample and an update bring to a device."""
-    table = list[list[str]]()
-    for devices in DEVICES:
-        for rows in BATCHES:
-            seen = {name: simulated(devices, rows, spread) for name, spread in SPREADS.items()}
-            for nbytes in ROW_BYTES:
-                case = Case("sample", devices, rows, nbytes)
-                cells = [f"{devices:,}", f"2^{rows.bit_length() - 1}", f"{nbytes:,}"]
-                cells.append(amount(rows // devices * nbytes))
-                width = width_of_round(rows, devices, nbytes)
-                for share, most in seen.values():
-                    rounds = 1 if at_once(rows, nbytes) else int(-(-most // width))
-                    cells += [f"{share:.1%}", str(rounds), amount(received(case, rounds))]
-                cells.append(amount(received(case._replace(operation="update_priority"))))
-                table.append(cells)
-    return table
-
-
-def amount(nbytes: float) -> str:
-    """Bytes, in a unit that fits."""
-    units = ["B", "kB", "MB", "GB"]
-    while nbytes >= 999.5 and len(units) > 1:
-        nbytes /= 1000
-        units.pop(0)
-    return f"{nbytes:.3g} {units[0]}"
-
-
-def main() -> None:
-    """Prints two tables."""
-    print("Compiled programs beside the formulas: bytes that come to a device, operations a row\n")
+    print("\nBytes that come to a device, and operations a row\n")
     header = ["program", "devices", "rows", "bytes a row", "collectives", "compiled", "formula"]
-    print(markdown([*header, "operations"], checks(COMPILED)))
-    print("\nWhat a batch brings to each device, by the formulas and simulated draws\n")
-    header = ["devices", "rows", "bytes a row", "own part of the batch"]
-    for name in SPREADS:
-        header += [f"{name}: rows that move", "rounds", "received"]
-    print(markdown([*header, "update"], predicted()))
+    print(markdown([*header, "operations"], table))
 
 
 if __name__ == "__main__":

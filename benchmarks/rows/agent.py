@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import REFERENCE, Operation, Options, Row, UnequalWork, import_library
-from benchmarks.programs import compiled, memory_beyond, scanned
+from benchmarks.programs import compiled, scanned
 
 NAME = "agent"
 OPERATION = "scan iteration"
@@ -238,8 +238,7 @@ class AgentContestant:
 
     def operations(self) -> Mapping[str, Operation]:
         """One iteration of all seeds."""
-        memory = functools.partial(memory_beyond, self._program)
-        return {OPERATION: Operation(scanned(self, self._program, tuple), CHUNK, memory=memory)}
+        return {OPERATION: Operation(scanned(self, self._program, tuple), CHUNK)}
 
     def facts(self) -> Mapping[str, str]:
         """Returns the environment steps of an iteration, and the mean return."""

@@ -20,7 +20,6 @@ by the softmax of their log rewards, and return states and log rewards.
 """
 
 import dataclasses
-import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Mapping
@@ -43,7 +42,7 @@ from benchmarks.harness import (
 )
 from benchmarks.jax_loops import NUM_ARGUMENTS
 from benchmarks.peer_process import PeerProcess, environment
-from benchmarks.programs import compiled, memory_beyond, repeat_in_place, scan_sample, scanned
+from benchmarks.programs import compiled, repeat_in_place, scan_sample, scanned
 
 CUTOFF = 0.1
 SAMPLE_SIZE = 256
@@ -321,10 +320,6 @@ class JaxbufContestant:
             subject.draw(next(keys)).probability.block_until_ready()
 
         floors = self._floors()
-        memory = {
-            "scan add": functools.partial(memory_beyond, self._scan_add),
-            "scan sample": functools.partial(memory_beyond, self._scan_sample),
-        }
         operations = {
             "python add": adds(subject.source.next),
             "python add, refused": adds(subject.source.worst),
@@ -335,7 +330,7 @@ class JaxbufContestant:
             ),
         }
         return {
-            name: dataclasses.replace(operation, floor=floors[name], memory=memory.get(name))
+            name: dataclasses.replace(operation, floor=floors[name])
             for name, operation in operations.items()
         }
 

@@ -1,4 +1,6 @@
-"""The floors of the benchmark, the memory it reports, and how several runs become one."""
+"""The floors of the benchmark, and how several runs become one."""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from benchmarks import limits
 from benchmarks.harness import Operation, Options, Row, Timing, merged, run_row
 from benchmarks.jax_loops import ReplayContestant
-from benchmarks.programs import compiled, memory_beyond
+from benchmarks.programs import compiled
 from benchmarks.rows import per
 from benchmarks.transitions import CARTPOLE
 from benchmarks.workload import Workload
@@ -49,29 +51,25 @@ def test_an_empty_call_donates_and_makes_what_it_should():
     assert limits.dispatch_seconds(2, 1, 4) > 0
 
 
-def test_memory_is_what_a_program_needs_beyond_its_state():
-    state = jnp.zeros((1024,), jnp.float32)
-    in_place = compiled(lambda state: state.at[0].set(jnp.float32(1.0)), state)
-    copying = compiled(lambda state: state + jnp.float32(1.0), state, donate=False)
-    again = compiled(lambda state: state + jnp.float32(1.0), state)
-    assert again is not copying
-    assert again is compiled(lambda state: state + jnp.float32(1.0), state)
-    assert memory_beyond(in_place) < 1024
-    assert memory_beyond(copying) == state.nbytes
+def test_a_program_is_compiled_once():
+    def program(slots):
+        return compiled(lambda state: state + jnp.float32(1.0), jnp.zeros(slots))
+
+    assert program(8) is program(8)
+    assert program(8) is not program(9)
 
 
-def test_rows_report_floors_and_memory():
+def test_rows_report_floors():
     contestant = ReplayContestant(per.bind_jaxbuf, WORKLOAD)
     contestant.verify = lambda: None
     names = ("python add", "python sample+weights", "python update", "scan cycle")
-    row = Row("small", "Small", names, {"jaxbuf": lambda: contestant})
-    result = run_row(row, Options(quick=True, repeats=1), lambda what, done: None)
-    found = {name: result.limits[name]["jaxbuf"] for name in names}
-    assert all(limit.floor > 0 for limit in found.values())
-    assert found["python sample+weights"].memory is None
-    batch = WORKLOAD.sample_size * CARTPOLE.num_bytes
-    assert 0 < found["python add"].memory < found["scan cycle"].memory
-    assert found["scan cycle"].memory > batch
+    builders = dict.fromkeys(("jaxbuf", "other"), lambda: contestant)
+    row = Row("small", "Small", names, builders)
+    for alike, libraries in ((True, ["jaxbuf"]), (False, ["jaxbuf", "other"])):
+        row = dataclasses.replace(row, alike=alike)
+        result = run_row(row, Options(quick=True, repeats=1), lambda what, done: None)
+        assert [list(result.floors[name]) for name in names] == [libraries] * 4
+        assert all(floor > 0 for found in result.floors.values() for floor in found.values())
 
 
 def test_runs_are_merged_with_their_medians():
