@@ -26,7 +26,8 @@ Shapes, structures, capacities, write positions, ``can_sample``, ``can_add`` and
   ``batch.indices`` to ``set_priorities`` and such rows are dropped. Rows for windows that are not
   complete are dropped in any case: flashbax would make them drawable.
 * **New items** get the largest priority that is in the buffer now (1 if that is larger), not the
-  largest there ever was: one outlier does not raise them for ever.
+  largest there ever was, cut to an integer (2.9 becomes 2.0 in flashbax 0.1.3): one outlier does
+  not raise them for ever.
 * **NaN, negative and infinite priorities** are refused instead of poisoning every sum, and sums are
   recomputed, not accumulated, so that they do not drift.
 * **Full queues** refuse what does not fit; flashbax overwrites what was not read. Look at
