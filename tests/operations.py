@@ -83,6 +83,7 @@ BUFFERS = {
         diversity=jaxbuf.Diversity(0.5, 2, within_batch="greedy", active="full"),
         evictor=jaxbuf.Lowest(),
     ),
+    "diverse-best": _items(diversity=jaxbuf.Diversity(0.5, field="obs", keep="best")),
     "fresh": _items(freshness=_LIMITS),
     "fresh-prioritized": _items(freshness=_LIMITS, sampler=_PLAIN),
     "fresh-lowest-softmax": _items(

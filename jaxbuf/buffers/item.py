@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxbuf.buffers import events
+from jaxbuf.buffers import events, retire
 from jaxbuf.buffers.arguments import (
     check_evictor,
     check_num_rows,
@@ -28,6 +29,7 @@ from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import sizes, storage, trees
 from jaxbuf.core.donation import check_readable
+from jaxbuf.core.order import after
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Key, Mask, Number, Numbers
@@ -189,8 +191,14 @@ class ItemBuffer(SampledBuffer):
         for part, state in self._extras_and_states():
             if reasons := events.query(part.refuse, state, rows, self.occupancy):
                 rows = rows.without(refuse(reasons, rows.taken, counts))
-        occupancy, index = self.occupancy.place(rows.shape[0], rows.mask, rows.score)
-        buffer = trees.updated(self, data=storage.write(self.data, items, index))
+        buffer, near = self, self.diversity
+        if near is not None and near.removes:
+            leaving = near.replaced(lax.stop_gradient(self.diversity_state), rows, self.occupancy)
+            buffer, counts["replaced_near_buffer"] = retire.remove_all(self, leaving)
+        occupancy, index = buffer.occupancy.place(rows.shape[0], rows.mask, rows.score)
+        if buffer is not self:
+            index = after(index, counts["replaced_near_buffer"])
+        buffer = trees.updated(buffer, data=storage.write(self.data, items, index))
         buffer = buffer._notify(lambda part: part.on_add, index, rows)
         buffer = events.apply_change(buffer, occupancy, added=index, value=value)
         slots = Slots(index, occupancy.generation(index))

@@ -13,7 +13,7 @@ from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Count, Flag, Index, Integers, Mask, Word
+from jaxbuf.core.types import Count, Flag, Function, Index, Integers, Mask, Word
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
@@ -49,6 +49,15 @@ def on_version(buffer: AnyBuffer, version: Count, session: Count | None) -> AnyB
             state = events.notify(part.on_version, state, version, session, size)
             without_data = _retire_stale(without_data.with_state(i, state), i)
     return dataclasses.replace(without_data, data=buffer.data)
+
+
+def remove_all(buffer: AnyBuffer, mask: Bool[Array, " N"]) -> tuple[AnyBuffer, Word]:
+    """Removes the items in these slots; returns the number of them as well."""
+    slots = jnp.arange(mask.shape[0], dtype=jnp.int32)
+    without_data = lax.stop_gradient(dataclasses.replace(buffer, data=()))
+    after = _in_rounds(without_data, slots, mask, lambda buffer, index: remove(buffer, index)[0])
+    count = (buffer.occupancy.size - after.occupancy.size).astype(jnp.uint32)
+    return dataclasses.replace(after, data=buffer.data), count
 
 
 def lacking(method: str) -> ValueError:
@@ -99,21 +108,30 @@ def _retire_stale(buffer: AnyBuffer, i: int) -> AnyBuffer:
 def _retire_all(
     buffer: AnyBuffer, i: int, slots: Int[Array, " C"], stale: Bool[Array, " C"]
 ) -> AnyBuffer:
-    """Retires the ``stale`` ones among the items in these slots, a fixed number at a time."""
-    chosen = Bitset.of(stale)
+    """Retires the ``stale`` ones among the items in these slots."""
+    return _in_rounds(
+        buffer, slots, stale, lambda buffer, index: _retire(buffer, i, index, "version")
+    )
+
+
+def _in_rounds(
+    buffer: AnyBuffer, slots: Int[Array, " C"], mask: Bool[Array, " C"], change: Function
+) -> AnyBuffer:
+    """Returns the buffer after ``change(buffer, index)`` of the slots, a fixed number at a time."""
+    chosen = Bitset.of(mask)
 
     def is_left(carry: tuple[Array, AnyBuffer]) -> Flag:
         return carry[0] < chosen.size
 
-    def retire_some(carry: tuple[Array, AnyBuffer]) -> tuple[Array, AnyBuffer]:
+    def change_some(carry: tuple[Array, AnyBuffer]) -> tuple[Array, AnyBuffer]:
         count, buffer = carry
         rank = count + jnp.arange(_ROWS, dtype=jnp.int32)
         index = storage.select(chosen.at(rank), slots)
         index = jnp.where(rank < chosen.size, index, buffer.occupancy.capacity)
-        return count + _ROWS, _retire(buffer, i, index, "version")
+        return count + _ROWS, change(buffer, index)
 
     carry = vary_with((jnp.int32(0), buffer), chosen.size)
-    return lax.while_loop(is_left, retire_some, carry)[1]
+    return lax.while_loop(is_left, change_some, carry)[1]
 
 
 def _retire(buffer: AnyBuffer, i: int, index: Index, event: str) -> AnyBuffer:

@@ -449,11 +449,16 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return {"sampler": filled(self.sampler), "parts": self.extras}
 
     def by_slot(self) -> dict[str, Array]:
-        return {**self.bound_sampler.by_slot(self.sampler_state), **super().by_slot()}
+        return {**self.bound_sampler.by_slot(self.sampler_state), **self._kept_scores()}
+
+    def _kept_scores(self) -> dict[str, Array]:
+        """Returns the score of each slot that the occupancy or the diversity filter keeps."""
+        score = getattr(self.diversity_state, "score", None)
+        return ({} if score is None else {"score": score}) | super().by_slot()
 
     def _compared(self) -> dict[str, Array]:
         """Returns what ``highest`` compares of each slot, ``[N]``, by name."""
-        compared = super().by_slot()
+        compared = self._kept_scores()
         state = lax.stop_gradient(self.sampler_state)
         for sampler, inner in hyperparameters.inside(self.bound_sampler, state):
             compared = {**sampler.compared(inner), **compared}

@@ -1126,7 +1126,8 @@ class SlottedBuffer(Buffer):
               items, computed from their masses.
             * With scores, ``score_min``, ``score_max`` and ``score_mean``.
             * With ``Diversity``, the counts of refused rows ``refused_low_score``,
-              ``refused_within_batch`` and ``refused_near_buffer``.
+              ``refused_within_batch`` and ``refused_near_buffer``; with ``keep="best"`` the count
+              ``replaced_near_buffer`` of items.
             * With ``Freshness``, the learner's ``version``, the counts ``refused_stale``,
               ``retired_used`` and ``retired_stale``, and ``use_max``, ``use_mean``,
               ``staleness_max`` and ``staleness_mean`` of the live items.

@@ -17,6 +17,13 @@ from jaxbuf.io.structure import Configuration, KeyPath, LeafType
 Tree = TypeVar("Tree")
 _ACCUMULATORS = ("ChunkAccumulator", "EpisodeAccumulator")
 
+# What 0.3.0 did not have, with what it did: the fields of a class by its name.
+_NEW_FIELDS: dict[Any, dict[str, Any]] = {
+    "Balanced": {"by": "environment"},
+    "Diversity": {"keep": "first"},
+    "Mixture": {"names": []},
+}
+
 
 def completed(saved: Configuration, current: Configuration) -> Configuration:
     """Returns a saved configuration with the fields that a class did not have at that time.
@@ -27,9 +34,13 @@ def completed(saved: Configuration, current: Configuration) -> Configuration:
     """
     # It says what ``add`` returns, and nothing about what is stored, and its default has changed.
     names = (f"{path}.per_add" for path, name in saved.items() if name in _ACCUMULATORS)
-    # Parts of a mixture had no names.
-    unnamed = {f"{path}.names": [] for path, name in saved.items() if name == "Mixture"}
-    return {**unnamed, **saved, **{name: current[name] for name in names if name in current}}
+    new = {
+        f"{path}.{field}": default
+        for path, name in saved.items()
+        for field, default in _NEW_FIELDS.get(name, {}).items()
+        if f"{path}.{field}" in current
+    }
+    return {**new, **saved, **{name: current[name] for name in names if name in current}}
 
 
 def as_saved(like: Tree, saved: dict[str, LeafType], configuration: Configuration) -> Tree:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, fields
@@ -29,9 +29,11 @@ from jaxbuf.strategies.points import Ball, Points, finite, pairwise
 
 WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]
+Keep = Literal["first", "best"]
 # Sort keys larger than that of any score.
 _LOW, _NOT_OFFERED = np.uint32(2**32 - 2), np.uint32(2**32 - 1)
 Field = str | Callable[[Arrays], Arrays]
+_REASONS = ("refused_low_score", "refused_within_batch", "refused_near_buffer")
 
 
 class DiversityState(struct.PyTreeNode):
@@ -39,9 +41,11 @@ class DiversityState(struct.PyTreeNode):
 
     Attributes:
         points: The compared part of each item: float32 numbers, or uint32 words of their bits.
+        score: The score of each item, ``[N]``, -inf in empty slots; None if the first items stay.
     """
 
     points: Points
+    score: Float[Array, " N"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Diversity(Part):
 
     1. ranks below every item of a full buffer whose evictor uses scores;
     2. is within the cutoff of a higher-ranked row of its batch; or
-    3. is within the cutoff of an item that was in the buffer before the add.
+    3. is within the cutoff of an item that was in the buffer before the add. With ``keep="best"``
+       only if that item's score is at least as high.
 
     Each row is counted under the first reason that applies. A row whose compared part has a NaN is
     refused and counted in ``metrics()["rejected"]``, whether the filter is active or not.
@@ -90,10 +95,17 @@ class Diversity(Part):
             ``"greedy"`` compares it only with the higher-ranked rows that are added (so that reason
             3 comes before reason 2).
         active: ``"always"``, or ``"full"`` to admit every item until the buffer is full.
+        keep: ``"first"``, or ``"best"`` to keep of items that are near each other the one of the
+            highest score, as an archive of elites does. The items within the cutoff of a row that
+            is added leave then, and are counted in ``metrics()["replaced_near_buffer"]``; of equal
+            scores the older item stays. It needs ``active="always"``, and a sampler whose items can
+            be removed. With ``evictor=Lowest()`` the slots of the items that left are filled first;
+            with ``Oldest()`` in their turn. The buffer keeps a score for each item, and has
+            ``remove``. An add that replaces items compares them with the new rows once more.
 
     Raises:
-        ValueError: If ``cutoff`` or ``p`` is out of range, or another argument is not one of its
-            choices.
+        ValueError: If ``cutoff`` or ``p`` is out of range, another argument is not one of its
+            choices, or ``keep`` is ``"best"`` and ``active`` is ``"full"``.
 
     Example:
         >>> import jax.numpy as jnp, jaxbuf
@@ -102,6 +114,15 @@ class Diversity(Part):
         >>> buffer = buffer.add(jnp.array([0.0, 1.0, 2.0]), score=jnp.array([3.0, 2.0, 1.0]))
         >>> int(buffer.size), int(buffer.metrics()["refused_within_batch"])
         (2, 1)
+        >>> elites = jaxbuf.Diversity(cutoff=0.5, keep="best")
+        >>> buffer = jaxbuf.ItemBuffer.create(
+        ...     jnp.float32(0), 5, evictor=jaxbuf.Lowest(), diversity=elites
+        ... )
+        >>> for score in (1.0, 3.0, 2.0):
+        ...     buffer = buffer.add(jnp.array([score / 10, 7.0]), score=jnp.array([score, 0.0]))
+        >>> best = buffer.highest(3)
+        >>> [round(x, 1) for x in best.data[best.valid].tolist()]
+        [0.3, 7.0]
     """
 
     cutoff: float = 0.0
@@ -109,9 +130,18 @@ class Diversity(Part):
     field: Field | tuple[Field, ...] | None = None
     within_batch: WithinBatch = "suppress"
     active: Active = "always"
+    keep: Keep = "first"
 
-    reasons = ("refused_low_score", "refused_within_batch", "refused_near_buffer")
     uses_score = True
+
+    @property
+    def reasons(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _REASONS + (("replaced_near_buffer",) if self.removes else ())
+
+    @property
+    def removes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True if items leave for better ones that are near them."""
+        return self.keep == "best"
 
     def __post_init__(self) -> None:
         distance = (
@@ -135,6 +165,12 @@ class Diversity(Part):
                 )
         checks.check_choice("within_batch", self.within_batch, get_args(WithinBatch))
         checks.check_choice("active", self.active, get_args(Active))
+        checks.check_choice("keep", self.keep, get_args(Keep))
+        if self.removes and self.active != "always":
+            raise ValueError(
+                "keep is 'best', but active is 'full': items that leave would make room for "
+                "duplicates; pass active='always'"
+            )
 
     def init(self, data: Arrays, slots: int) -> DiversityState:
         """Returns the state of an empty buffer.
@@ -146,7 +182,8 @@ class Diversity(Part):
         point = jax.eval_shape(self.points, data)
         if point.shape[1] == 0:
             raise ValueError(f"field {self.field!r} gives no numbers; there is nothing to compare")
-        return DiversityState(Points.create(slots, point.shape[1], point.dtype))
+        score = jnp.full((slots,), -jnp.inf, jnp.float32) if self.removes else None
+        return DiversityState(Points.create(slots, point.shape[1], point.dtype), score)
 
     def points(self, items: Arrays) -> Shaped[Array, "B D"]:
         """Returns the compared part of each item: finite numbers, or words of their bits."""
@@ -180,14 +217,47 @@ class Diversity(Part):
             score, offered = jnp.pad(score, padding), jnp.pad(offered, padding)
         reason = self._reasons(state, points, ball, score, offered, occupancy)
         reason = reason[: incomparable.shape[0]]
-        refused = {name: reason == k for k, name in enumerate(self.reasons, 1)}
+        refused = {name: reason == k for k, name in enumerate(_REASONS, 1)}
         return {"rejected": incomparable, **refused}
 
+    def replaced(
+        self, state: DiversityState, rows: Rows, occupancy: ItemOccupancy
+    ) -> Bool[Array, " N"]:
+        """Returns a mask of the items that leave for the rows that are added.
+
+        No row was refused for these items, so all of them have lower scores.
+        """
+        slots, added = state.points.capacity, rows.taken
+        if self.cutoff < 0:
+            return jnp.zeros((slots,), bool)
+        count = jnp.where(jnp.any(added), jnp.int32(slots), jnp.int32(0))  # []
+
+        def compared(slot: Int[Array, "R 1"], row: Int[Array, "1 L"]) -> Bool[Array, "R L"]:
+            live = occupancy.live(jnp.minimum(slot, slots - 1))  # [R, 1]
+            return live & added.at[row].get(mode="fill", fill_value=False)
+
+        points = Points.of(self.points(rows.items))
+        return points.near(state.points, count, self.ball(rows.items), compared)
+
     def move(self, empty: DiversityState, state: DiversityState, moves: Moves) -> DiversityState:
-        return DiversityState(empty.points.set(moves.target, state.points.get(moves.source)))
+        points = empty.points.set(moves.target, state.points.get(moves.source))
+        if empty.score is None or state.score is None:
+            return DiversityState(points)
+        score = empty.score.at[moves.target].set(state.score[moves.source], mode="drop")
+        return DiversityState(points, score)
 
     def on_add(self, state: DiversityState, index: Index, rows: Rows) -> DiversityState:
-        return state.replace(points=state.points.set(index, self.points(rows.items)))
+        state = state.replace(points=state.points.set(index, self.points(rows.items)))
+        # ``set_field`` knows no scores.
+        return state if rows.score is None else self.on_score(state, index, rows.score)
+
+    def on_score(self, state: DiversityState, index: Index, score: Floats) -> DiversityState:
+        if state.score is None:
+            return state
+        return state.replace(score=state.score.at[index].set(score, mode="drop"))
+
+    def on_remove(self, state: DiversityState, index: Index) -> DiversityState:
+        return self.on_score(state, index, jnp.full(index.shape, -jnp.inf, jnp.float32))
 
     def on_write(
         self, state: DiversityState, index: Index, rows: Rows, path: str | None
@@ -249,7 +319,14 @@ class Diversity(Part):
             count = jnp.int32(0)  # []
         ranked = Points.of(points[order])
 
-        near_buffer = state.points.near(ranked, count, ball, lambda _, slot: occupancy.live(slot))
+        def held(row: Int[Array, "R 1"], slot: Int[Array, "1 L"]) -> Bool[Array, "..."]:
+            live = occupancy.live(slot)  # [1, L]
+            if state.score is None:
+                return live
+            rank = ~key.at[row].get(mode="clip")  # [R, 1], the row's score
+            return live & (to_rank(state.score.at[slot].get(mode="clip")) >= rank)  # [R, L]
+
+        near_buffer = state.points.near(ranked, count, ball, held)
         if self.within_batch == "suppress":
             near_batch = ranked.near(
                 ranked, count, ball, lambda row, other: (other < row) & (other < count)

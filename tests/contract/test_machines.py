@@ -460,6 +460,22 @@ ITEMS = {
             "parts": REMOVABLE,
         },
     ),
+    "near-best": (
+        7,
+        {
+            "evictor": LOWEST,
+            "diversity": jaxbuf.Diversity(0.5, keep="best"),
+            "freshness": FRESH(3),
+        },
+    ),
+    "near-best-oldest": (
+        9,
+        {
+            "diversity": jaxbuf.Diversity(0.75, within_batch="greedy", keep="best"),
+            "sampler": BY_PRIORITY,
+            "parts": REMOVABLE,
+        },
+    ),
     "near-one": (1, {"diversity": jaxbuf.Diversity(1.1, 0.5), "evictor": LOWEST}),
 }  # fmt: skip
 # Computed by XLA in place of the kernels in C++, as on accelerators.
@@ -498,6 +514,7 @@ def observe_items(buffer, names, ages):
         "in_order": buffer.occupancy.in_order(),
         "can_sample": jax.vmap(buffer.can_sample)(counts),
         "metrics": buffer.metrics(),
+        "highest": buffer.highest(buffer.capacity) if "score" in buffer.compares_by else None,
         "uses": buffer.freshness and (buffer.use_count(slots), buffer.staleness(slots)),
     }
 
@@ -513,7 +530,7 @@ class ItemMachine(BufferMachine):
         near = options["diversity"]
         if near is not None:
             options["diversity"] = near = dataclasses.replace(near, field="point")
-            near = reference.Near(near.cutoff, near.p, near.within_batch, near.active)
+            near = reference.Near(near.cutoff, near.p, near.within_batch, near.active, near.keep)
         buffer = jaxbuf.ItemBuffer.create(data(0, point=np.zeros(2, "f4")), capacity, **options)
         twin = reference.ItemBuffer(
             capacity,
@@ -622,6 +639,10 @@ class ItemMachine(BufferMachine):
             for batch in seen["ordered"][1:]:
                 share = batch.probability[batch.valid]
                 np.testing.assert_allclose(share, 1 / max(len(slice_), 1), rtol=1e-6)
+        if seen["highest"]:
+            highest = seen["highest"].data["number"][seen["highest"].valid].tolist()
+            by_score = sorted(items, key=lambda item: (-item.score, -item.number))
+            assert highest == [item.data["number"] for item in by_score]
         if seen["uses"]:
             by_slot = [live[number] for number in found.data["number"][found.valid].tolist()]
             uses, behind = (x[found.valid].tolist() for x in seen["uses"])
@@ -631,6 +652,7 @@ class ItemMachine(BufferMachine):
         if twin.filter:
             refused = {name: metrics[f"refused_{name}"] for name in twin.filter.refused}
             assert refused == twin.filter.refused
+            assert metrics.get("replaced_near_buffer", 0) == twin.filter.replaced
         if self.shuffled:
             assert metrics["left"] == sum(item.live for item in self.left)
             assert metrics["passes"] == self.passes

@@ -923,9 +923,11 @@ def test_another_number_of_environments_of_many_seeds(tmp_path):
             assert_ids(one, 100 * seed + np.arange(5 * min(num_envs, 2)))
 
 
-def test_another_capacity_keeps_what_is_known_of_points(tmp_path):
+@pytest.mark.parametrize("keep", ["first", "best"])
+def test_another_capacity_keeps_what_is_known_of_points(tmp_path, keep):
     def create(capacity):
-        return item_buffer(capacity, diversity=jaxbuf.Diversity(cutoff=0.5, field="obs"))
+        diversity = jaxbuf.Diversity(cutoff=0.5, field="obs", keep=keep)
+        return item_buffer(capacity, diversity=diversity)
 
     old = jaxbuf.add(create(6), items(1, 1, 2, 3, 4, 5), score=jnp.zeros(6))
     new = moved(tmp_path, old, create(4))

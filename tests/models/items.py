@@ -408,12 +408,18 @@ class Near:
         p: Norm.
         within_batch: ``"suppress"`` or ``"greedy"``.
         active: ``"always"`` or ``"full"``.
+        keep: ``"first"``, or ``"best"`` if items leave for rows of higher scores near them.
     """
 
     def __init__(
-        self, cutoff: float, p: float, within_batch: str = "suppress", active: str = "always"
+        self,
+        cutoff: float,
+        p: float,
+        within_batch: str = "suppress",
+        active: str = "always",
+        keep: str = "first",
     ):
-        self.cutoff, self.p = cutoff, p
+        self.cutoff, self.p, self.keep, self.replaced = cutoff, p, keep, 0
         self.within_batch, self.active = within_batch, active
         self.refused = {"low_score": 0, "within_batch": 0, "near_buffer": 0}
 
@@ -429,16 +435,21 @@ class Near:
         ranked = sorted(rows, key=lambda item: (-item.score, item.number))
         entering: list[Item] = []
         for place, item in enumerate(ranked):
+            above = held
+            if self.keep == "best":
+                above = [other for other in held if other.score >= item.score]
             if self.within_batch == "suppress":
                 crowded = self.near(item, ranked[:place])
-                near = not crowded and self.near(item, held)
+                near = not crowded and self.near(item, above)
             else:
-                near = self.near(item, held)
+                near = self.near(item, above)
                 crowded = not near and self.near(item, entering)
             self.refused["within_batch"] += crowded
             self.refused["near_buffer"] += near
             if not crowded and not near:
                 entering.append(item)
+        if self.keep == "best":
+            self.replaced += buffer.take_out([x for x in held if self.near(x, entering)])
         return entering
 
     def near(self, item: Item, others: list[Item]) -> bool:

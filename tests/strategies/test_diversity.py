@@ -310,6 +310,8 @@ def test_bad_keys_name_what_there_is():
         ({"p": np.nan}, "p is nan"),
         ({"within_batch": "none"}, "within_batch is 'none'; choose from"),
         ({"active": "never"}, "active is 'never'; choose from"),
+        ({"keep": "last"}, "keep is 'last'; choose from"),
+        ({"keep": "best", "active": "full"}, "keep is 'best', but active is 'full'"),
     ],
 )
 def test_bad_configurations(options, message):
@@ -326,9 +328,10 @@ def test_bad_use():
     assert jaxbuf.Diversity(np.float32(1), np.int32(2)) == jaxbuf.Diversity(1.0, 2.0)
 
 
+@pytest.mark.parametrize("keep", ["first", "best"])
 @pytest.mark.parametrize("count", [1, 16])
-def test_an_add_copies_neither_points_nor_storage(count):
-    buffer = create(jaxbuf.Diversity(1.0, within_batch="greedy"), 5000, 11)
+def test_an_add_copies_neither_points_nor_storage(count, keep):
+    buffer = create(jaxbuf.Diversity(1.0, within_batch="greedy", keep=keep), 5000, 11)
 
     def many(buffer, points, score):
         def step(buffer, inputs):
@@ -340,7 +343,7 @@ def test_an_add_copies_neither_points_nor_storage(count):
     text = jax.jit(many, donate_argnums=0).lower(buffer, *inputs).compile().as_text()
     big = [leaf.shape for leaf in jax.tree.leaves(buffer) if leaf.size >= 5000]
     shapes = ["[" + ",".join(map(str, shape)) + "]" for shape in big]
-    assert len(shapes) == 4
+    assert len(shapes) == 4 + (keep == "best")
     lines = [line for line in text.splitlines() if " copy(" in line]
     assert [line for line in lines if any(shape in line for shape in shapes)] == []
 
@@ -383,6 +386,78 @@ def test_beside_limits_on_use():
     buffer = buffer.add(points, score=jnp.arange(3.0))
     assert int(buffer.size) == 3
     assert int(buffer.metrics()["refused_near_buffer"]) == 2
+
+
+ELITES = jaxbuf.Diversity(1.0, keep="best")
+
+
+def test_of_near_items_the_best_stays():
+    buffer = create(ELITES, 4, evictor=jaxbuf.Oldest())
+    buffer = buffer.add(rows([0, 1.5, 9]), score=scores(2, 3, 1))
+    # Above one of its neighbors only; equal to one; above both, so that both leave.
+    for number, score, held in ((3, 2.5, [0, 1, 2]), (4, 3, [0, 1, 2]), (5, 3.5, [2, 5])):
+        buffer = jaxbuf.add(buffer, rows([0.75], number), score=scores(score))
+        assert numbers(buffer) == held
+    metrics = buffer.metrics()
+    assert (metrics["refused_near_buffer"], metrics["replaced_near_buffer"]) == (2, 2)
+    best = buffer.highest(3)
+    assert best.data["number"].tolist()[:2] == [5, 2]
+    assert best.valid.tolist() == [True, True, False]
+    # A score that changes counts from then on.
+    buffer = buffer.update_score(best.slots, jnp.zeros(3))
+    buffer = buffer.add(rows([0.75], 6), score=scores(0.5)).remove(best.slots)
+    assert numbers(buffer) == [6]
+
+
+@pytest.mark.parametrize(("within_batch", "entered"), [("suppress", [0]), ("greedy", [0, 2])])
+def test_replacing_goes_by_the_rows_that_are_added(within_batch, entered):
+    buffer = create(dataclasses.replace(ELITES, within_batch=within_batch), 6)
+    buffer = buffer.add(rows([2.5, 50], 10), score=scores(0, 9))
+    buffer = buffer.add(rows([0, 0.9, 1.8, 50.5]), score=scores(3, 2, 1, 8))
+    near = [] if 2 in entered else [10]
+    assert numbers(buffer) == [*entered, *near, 11]
+    assert buffer.metrics()["replaced_near_buffer"] == len(entered) - 1
+
+
+def test_a_full_buffer_asks_lowest_first_and_fills_what_became_free():
+    buffer = create(ELITES, 3).add(rows([0, 10, 20]), score=scores(1, 2, 3))
+    buffer = buffer.add(rows([0, 30, 10], 3), score=scores(0.5, 0.7, 2.5))
+    assert numbers(buffer) == [0, 2, 5]
+    assert refused(buffer) == {"low_score": 2, "within_batch": 0, "near_buffer": 0}
+    many = create(ELITES, 700).add(rows(10.0 * np.arange(700)), score=jnp.zeros(700))
+    wide = dataclasses.replace(ELITES, cutoff=1e4)
+    many = jaxbuf.ItemBuffer.create(many.example, 700, evictor=LOWEST, diversity=wide).replace(
+        data=many.data, occupancy=many.occupancy, extra_states=many.extra_states
+    )
+    many = jaxbuf.add(many, rows([5.0], 700), score=scores(1))
+    assert numbers(many) == [700]
+    assert many.metrics()["replaced_near_buffer"] == 700
+
+
+def test_elites_of_several_seeds_in_a_mixture_and_on_the_host():
+    buffer = create(ELITES, 4, evictor=jaxbuf.Oldest()).add(rows([0, 9]), score=scores(1, 1))
+    better, worse = jnp.array([[2.0, 0.0], [0.0, 2.0]])[:, None], rows([0, 9], 2)
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), buffer)
+    both = jax.jit(jax.vmap(lambda buffer, score: buffer.add(worse, score=score[0])))(twice, better)
+    one, other = (jax.tree.map(lambda leaf, i=i: leaf[i], both) for i in (0, 1))
+    assert (numbers(one), numbers(other)) == ([1, 2], [0, 3])
+    mixture = jaxbuf.Mixture.create([buffer, other], [1, 1])
+    mixture = jaxbuf.add(mixture, worse, score=better[0, 0], part=0, donate=False)
+    assert mixture.highest(4).data["number"].tolist() == [2, 3, 1, 0]
+    hosted = jaxbuf.Hosted.create(lambda: buffer.clear()).add(worse, score=scores(1, 1))
+    hosted = jaxbuf.add(hosted, rows([9], 7), score=scores(5))
+    assert hosted.highest(2).data["number"].tolist() == [7, 2]
+
+
+def test_what_cannot_be_removed_is_no_elite():
+    @dataclasses.dataclass(frozen=True)
+    class Fixed(jaxbuf.strategies.Sampler):
+        uses_priority = True
+
+        def draw(self, state, key, batch_size, occupancy): ...
+
+    with pytest.raises(ValueError, match="cannot be told that an item retires"):
+        jaxbuf.ItemBuffer.create(jnp.zeros(2), 3, sampler=Fixed(), diversity=ELITES)
 
 
 def kept(rows, example=None, cutoff=0.0, **options):
