@@ -131,24 +131,12 @@ def bind_flashbax_uniform(workload: Workload) -> Binding:
     """The item buffer of flashbax."""
     import flashbax
 
-    buffer = flashbax.make_item_buffer(
-        max_length=workload.capacity,
-        min_length=1,
-        sample_batch_size=workload.sample_size,
-        add_batches=True,
-    )
-    example = {
-        name: jnp.zeros(leaf.shape, leaf.dtype)
-        for name, leaf in workload.transitions.example.items()
-    }
-    return Binding(
-        create=lambda: buffer.init(example),
-        add=buffer.add,
-        sample=buffer.sample,
-        call_add=buffer.add,
-        call_sample=buffer.sample,
-        data=lambda sample: sample.experience,
-    )
+    slots, batch = workload.capacity, workload.sample_size
+    buffer = flashbax.make_item_buffer(slots, 1, batch, add_batches=True)
+    leaves = workload.transitions.example.items()
+    example = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
+    calls = {"create": lambda: buffer.init(example), "add": buffer.add, "sample": buffer.sample}
+    return dataclasses.replace(per.bind_flashbax(workload), **calls, update=None)
 
 
 def jobs(device: Device) -> list[Job]:
@@ -357,18 +345,8 @@ def reading_cycle(binding: Binding) -> Callable[..., Any]:
     return program
 
 
-def counted(
-    device: Device, job: Job, library: str, operation: str, dearest: int = 0
-) -> dict[str, str]:
-    """The counts of an operation of a library by their names; none if the library lacks it.
-
-    Args:
-        device: What to compile for.
-        job: What the buffer is to do.
-        library: Whose buffer it is.
-        operation: One of `OPERATIONS`.
-        dearest: How many of the operations that take a TPU longest to print.
-    """
+def counted(device: Device, job: Job, library: str, operation: str) -> dict[str, str]:
+    """The counts of an operation of a library by their names; none if the library lacks it."""
     with as_on(device):
         try:
             made = compiled(device, job, library, operation)
@@ -392,8 +370,6 @@ def counted(
         counts |= {"cycles": cycles // calls, "ops": ops // calls}
         named = [f"{number} {name}" for name, number in sorted(sent.items())]
         counts["collectives"] = ", ".join(named) or "none"
-    for cycles, name, origin in hlo.dearest(text, dearest):
-        print(f"{cycles:12,}  {name[:80]:80}  {origin[-80:]}")
     return {name: str(counts[name]) for name in COUNTS[device]}
 
 
@@ -434,14 +410,12 @@ class Arguments:
         device: For an NVIDIA GPU, or for a TPU.
         only: Compile what this regular expression is found in, as BUFFER/SLOTS/OPERATION.
         write: Write the table into this CSV file.
-        dearest: Print so many operations of each program, the ones that take a TPU longest.
         check: Compile all operations of the contract suite for a TPU, and count nothing.
     """
 
     device: tyro.conf.Positional[Device]
     only: str = ""
     write: Path | None = None
-    dearest: int = 0
     check: bool = False
 
 
@@ -465,7 +439,7 @@ def compare(given: Arguments) -> None:
     with progress_bar(len(wanted), "operation") as bar:
         for job, operation in wanted:
             bar.set_description(f"{job.name}: {operation}", refresh=False)
-            both = [counted(device, job, name, operation, given.dearest) for name in LIBRARIES]
+            both = [counted(device, job, name, operation) for name in LIBRARIES]
             if any(both):
                 cells = [one.get(count, "") for one in both for count in COUNTS[device]]
                 lines.append([*job.about(operation), *cells])

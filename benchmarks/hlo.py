@@ -15,7 +15,6 @@ _CYCLES = re.compile(r'estimated_cycles"?:"(\d+)"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _INDEX = re.compile(r"index=(\d+)")
 _NUMBER = re.compile(r"-?\d+")
-_ORIGIN = re.compile(r'op_name="([^"]*)"')
 # These only name memory, so that there is nothing to run.
 _NOTHING = frozenset(
     [
@@ -119,26 +118,6 @@ def estimate(text: str) -> Estimate:
         return Estimate(int(cycles[1]), 1) if cycles else Estimate(0, 0)
 
     return of_computation(entry)
-
-
-def dearest(text: str, count: int) -> list[tuple[int, str, str]]:
-    """The operations of a program for a TPU that XLA expects to take the most cycles.
-
-    Args:
-        text: The program.
-        count: The number of operations to return.
-
-    Returns:
-        The cycles of each when it runs once, its name and type, and what it was in JAX.
-    """
-    found = [
-        (int(cycles[1]), f"{instruction.name} = {instruction.type}", origin[1] if origin else "")
-        for instructions in hlo.parse(text)[0].values()
-        for instruction in instructions
-        if (cycles := _CYCLES.search(instruction.rest))
-        for origin in [_ORIGIN.search(instruction.rest)]
-    ]
-    return sorted(found, reverse=True)[:count]
 
 
 def _times(

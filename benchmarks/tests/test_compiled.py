@@ -85,12 +85,6 @@ def test_a_comparison_in_a_fusion_bounds_a_loop():
     assert hlo.estimate(text) == hlo.estimate(program())
 
 
-def test_the_dearest_operations_come_first():
-    [first, second] = hlo.dearest(program(), 2)
-    assert first == (1000, "read = s32[]", "jit(f)/read")
-    assert second[0] == 999
-
-
 @pytest.fixture
 def _on_a_cpu(monkeypatch):
     """Small buffers, compiled for the device that there is."""
@@ -122,7 +116,7 @@ def counts(path):
 @pytest.mark.usefixtures("_on_a_cpu")
 def test_what_is_compiled_is_written(tmp_path, capsys):
     path = tmp_path / "counts.csv"
-    given = ["--only", "(uniform|Sharded).*/add|uniform/512/cycle", "--dearest", "1"]
+    given = ["--only", "(uniform|Sharded).*/add|uniform/512/cycle"]
     assert compiled.main(["tpu", *given, "--write", str(path)]) == 0
     made, found = counts(path)
     assert f", jax {jax.__version__}, " in made
