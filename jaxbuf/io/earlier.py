@@ -17,12 +17,12 @@ from jaxbuf.io.structure import Configuration, KeyPath, LeafType
 Tree = TypeVar("Tree")
 _ACCUMULATORS = ("ChunkAccumulator", "EpisodeAccumulator")
 
-# What 0.3.0 did not have, with what it did: the fields of a class by its name.
-_NEW_FIELDS: dict[Any, dict[str, Any]] = {
-    "Balanced": {"by": "environment"},
-    "Diversity": {"keep": "first"},
-    "Mixture": {"names": []},
-}
+# What 0.3.0 did not have, with what it did: a class, its field and the value.
+_NEW_FIELDS: tuple[tuple[str, str, Any], ...] = (
+    ("Balanced", "by", "environment"),
+    ("Diversity", "keep", "first"),
+    ("Mixture", "names", []),
+)
 
 
 def completed(saved: Configuration, current: Configuration) -> Configuration:
@@ -37,8 +37,8 @@ def completed(saved: Configuration, current: Configuration) -> Configuration:
     new = {
         f"{path}.{field}": default
         for path, name in saved.items()
-        for field, default in _NEW_FIELDS.get(name, {}).items()
-        if f"{path}.{field}" in current
+        for kind, field, default in _NEW_FIELDS
+        if name == kind and f"{path}.{field}" in current
     }
     return {**new, **saved, **{name: current[name] for name in names if name in current}}
 
