@@ -22,7 +22,9 @@ environments and flashbax's calls, ``jaxbuf.testing`` has assertions, ``jaxbuf.m
 between ranks.
 """
 
+import dis
 import importlib
+import sys
 from typing import Any
 
 from jaxbuf.accumulators.chunks import Chunk, ChunkAccumulator
@@ -61,7 +63,7 @@ from jaxbuf.buffers.presets import (
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Sample, Steps, StepsAround, importance_weights
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
-from jaxbuf.core import exporting, native
+from jaxbuf.core import exporting, guesses, native
 from jaxbuf.core.exporting import export_checks, for_platform
 from jaxbuf.core.hyperparameters import Varying
 from jaxbuf.core.native import native_available
@@ -213,7 +215,14 @@ def __getattr__(name: str) -> Any:
     # Imported only where they are used: most programs need none of them.
     if name in ("interop", "mpi", "testing"):
         return importlib.import_module(f"jaxbuf.{name}")
-    raise AttributeError(f"module 'jaxbuf' has no attribute {name!r}")
+    text = f"module 'jaxbuf' has no attribute {name!r}"
+    if name in guesses.ANSWERS:
+        text += f"; {guesses.ANSWERS[name]}"
+        caller = sys._getframe(1)
+        # An import would leave out the text of an AttributeError.
+        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
+            raise ImportError(text)
+    raise AttributeError(text)
 
 
 def __dir__() -> list[str]:

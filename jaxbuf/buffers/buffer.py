@@ -5,14 +5,14 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, PyTree
 
-from jaxbuf.core import checks
+from jaxbuf.core import checks, guesses
 from jaxbuf.core.types import Flag, Function
 
 # What ``highest`` compares.
@@ -118,6 +118,11 @@ class Buffer:
 
     # Otherwise Python would count up the items.
     __iter__ = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            guesses.refuse(self, name)
 
     @property
     def members(self) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from jaxbuf.buffers.slotted import (
     SlottedBuffer,
     WeightOptions,
 )
-from jaxbuf.core import advice, checks
+from jaxbuf.core import advice, checks, guesses
 from jaxbuf.core.program import OwnPrograms, Program, is_outside
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Count, Function, Key, Number
@@ -100,6 +100,8 @@ def call(
     operation: Operation | None = vars(declared).get("operation")
     if options:
         options = given(options, operation.nones if operation else ())
+    if declared.__name__ == "add" and not args and not {"items", "steps"} & options.keys():
+        raise TypeError(f"add() has no items; {guesses.ANSWERS['add']}")
     function = check_options(buffer, declared.__name__, options)
     donates = donate is not ... and checks.check_flag("donate", donate)
     if isinstance(buffer, OwnPrograms):

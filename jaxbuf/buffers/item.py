@@ -27,7 +27,7 @@ from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Normalization, Sample, Within, weighed
 from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
-from jaxbuf.core import sizes, storage, trees
+from jaxbuf.core import guesses, sizes, storage, trees
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.order import after
 from jaxbuf.core.program import program
@@ -78,6 +78,7 @@ class ItemBuffer(SampledBuffer):
 
     @classmethod
     @sizes.allocating("what the buffer keeps of its items")
+    @guesses.answered
     def create(
         cls,
         example: PyTree,

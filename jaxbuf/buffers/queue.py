@@ -11,7 +11,7 @@ from jaxbuf.buffers.arguments import check_batch_size, check_num_rows
 from jaxbuf.buffers.base import OwningBuffer
 from jaxbuf.buffers.buffer import absent
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import counters, sizes, storage, trees
+from jaxbuf.core import counters, guesses, sizes, storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.slots import Slots
@@ -56,6 +56,7 @@ class Queue(OwningBuffer, Described):
     extras = extra_states = ()
 
     @classmethod
+    @guesses.answered
     def create(cls, example: PyTree, capacity: int) -> Self:
         """Creates an empty queue.
 

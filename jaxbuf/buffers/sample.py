@@ -3,7 +3,17 @@
 import math
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    Self,
+    TypeAlias,
+    get_args,
+)
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +23,7 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.buffer import Share, as_buffer, check_options
-from jaxbuf.core import checks, native, storage
+from jaxbuf.core import checks, guesses, native, storage
 from jaxbuf.core.describe import Described
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.program import program
@@ -47,6 +57,14 @@ class Sample(Described):
     valid: Mask
     # Not ``| None``, so that a type checker allows products with the weights that were asked for.
     weights: Floats | Any = None
+
+    def __getitem__(self, name: object) -> NoReturn:
+        raise TypeError(f"a Sample has no items of its own; {guesses.ANSWERS['experience']}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            guesses.refuse(self, name)
 
 
 class Steps(Described):
@@ -139,6 +157,7 @@ class DrawnBuffer(_Supported, Protocol):
         ...
 
 
+@guesses.answered
 def importance_weights(
     buffer: _Supported,
     sample: Sample,

@@ -35,7 +35,7 @@ from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Normalization, Sample, Steps, StepsAround, Within, weighed
 from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
-from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
+from jaxbuf.core import checks, fields, guesses, numbers, sizes, storage, trees
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
@@ -98,6 +98,7 @@ class TrajectoryBuffer(SampledBuffer):
 
     @classmethod
     @sizes.allocating("what the buffer keeps of its steps")
+    @guesses.answered
     def create(
         cls,
         example: PyTree,

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.core import advice, fields, native, numbers, shapes, trees
+from jaxbuf.core import advice, fields, guesses, native, numbers, shapes, trees
 from jaxbuf.core.donation import check_apart, check_not_donated, check_single, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
@@ -153,7 +153,13 @@ class Program:
         else:
             alone = any(isinstance(x, OwnPrograms) for x in args)
         if alone or trace_state() != _OUTSIDE:
-            return self.function(*args, **options)
+            try:
+                return self.function(*args, **options)
+            except TypeError as error:
+                better = guesses.explained(error, self.function, args, options)
+                if better is None:
+                    raise
+                raise better from None
         try:
             return self._run(first, args, options, donate)
         except (TypeError, OverflowError) as error:
@@ -170,6 +176,10 @@ class Program:
         except RuntimeError:
             self._check_memory(args, options, donate)
             raise
+        try:
+            inspect.signature(self.function).bind(*args, **options)
+        except TypeError:
+            guesses.answered(self.function)(*args, **options)
         jax.eval_shape(lambda: self.function(*args, **options))
         raise wrong
 

@@ -174,8 +174,10 @@ class Blend(KnownSampler):
         )
 
     def in_batch(self, batch_size: int | Count, most: int | None = None) -> "Blend":
-        rows = (batch_size,) if most is None else (batch_size, most)
-        samplers = tuple(sampler.in_batch(*rows) for sampler in self.samplers)
+        samplers = tuple(
+            sampler.in_batch(batch_size) if most is None else sampler.in_batch(batch_size, most)
+            for sampler in self.samplers
+        )
         return changed(self, samplers=samplers)
 
     def draw(

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
-from jaxbuf.core import checks, native
+from jaxbuf.core import checks, guesses, native
 from jaxbuf.core.hyperparameters import changed, is_fixed
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
@@ -359,6 +359,9 @@ class Prioritized(ShardableSampler):
         index, mass = state.find(point.prefix, point.refine)
         index = occupancy.draw_where(~point.by_mass, point.word, index)
         return state.read(index) if self._mixes else (index, mass)
+
+
+Prioritized.__init__ = guesses.answered(Prioritized.__init__)
 
 
 @native.kernel("mass_base")

@@ -131,7 +131,7 @@ class Recent(KnownSampler):
         if isinstance(rows, int) and isinstance(batch_size, int):
             base = self.base.in_batch(max(batch_size - rows, 1))
             return changed(self, ratio=rows / batch_size, base=base)
-        share = rows.astype(jnp.float32) / jnp.maximum(batch_size, 1).astype(jnp.float32)
+        share = jnp.float32(rows) / jnp.float32(jnp.maximum(batch_size, 1))
         most = batch_size if isinstance(batch_size, int) else most
         return changed(self, ratio=share, base=self.base.in_batch(batch_size - rows, most))
 

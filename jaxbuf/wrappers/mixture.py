@@ -923,7 +923,7 @@ class Mixture(SlottedBuffer, Described):
             )
         return i
 
-    def _number_of(self, part: object) -> int | None:
+    def _number_of(self, part: Any) -> int | None:
         """Returns the number of a part that is given by its number or its name; else None."""
         if isinstance(part, str):
             return self.names.index(part) if part in self.names else None
@@ -944,7 +944,7 @@ def _check_names(buffers: Mapping[Any, object]) -> tuple[str, ...]:
 
 
 def _split(given: object, parts: int) -> tuple[tuple[float, ...] | Varying, dict[str, Array]]:
-    """Returns the static ratios, and the varying ones."""
+    """Returns the fields ``ratios`` and ``varying`` of a new mixture."""
     if not isinstance(given, Varying):
         return quotas.check_static(given, parts), {}
     first = quotas.check_varying(given.value, parts)
