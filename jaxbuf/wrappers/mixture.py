@@ -253,6 +253,10 @@ class Mixture(SlottedBuffer, Described):
     def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
         if "parts" in updates:
             check_alike("parts", self.parts, updates["parts"])
+        if self.varying and "ratios" in updates and "varying" not in updates:
+            raise ValueError(
+                "ratios vary here; change them with mixture.set_hyperparameters(ratios=...)"
+            )
         return super().checked(updates)
 
     def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
@@ -491,7 +495,10 @@ class Mixture(SlottedBuffer, Described):
         def draw(i: int, *rows: Count) -> Sample:
             part: Any = self.parts[i]
             if as_buffer(part).is_queue:
-                raise ValueError(f"parts[{i}] is a Queue, of which no number of rows is drawn")
+                raise ValueError(
+                    f"parts[{i}] is a Queue, inside of a mixture whose ratios vary; create that "
+                    "with ratios that stay, and draw with next_batch"
+                )
             check_options(part, "sample", options)
             return part.sample_some(keys[i], batch_size, *rows, **options)
 
@@ -887,11 +894,9 @@ class Mixture(SlottedBuffer, Described):
     @property
     def _shares(self) -> tuple[float, ...] | Float[Array, " P"]:
         """The ratios, which sum to 1."""
-        return (
-            quotas.shares(lax.stop_gradient(self.varying["ratios"]))
-            if self.varying
-            else self.ratios
-        )
+        if not self.varying:
+            return self.ratios
+        return quotas.shares(lax.stop_gradient(self.varying["ratios"]))
 
     def _slot_offset(self, part: int) -> int:
         """Returns the number of slots of the parts before this one."""
@@ -914,9 +919,8 @@ class Mixture(SlottedBuffer, Described):
     def _check_part(self, part: Any) -> int:
         i = self._number_of(part)
         if i is None:
-            named = (
-                f"one of the names {', '.join(map(repr, self.names))}, or " if self.names else ""
-            )
+            names = ", ".join(map(repr, self.names))
+            named = f"one of the names {names}, or " if names else ""
             raise ValueError(
                 f"part is {part!r}; expected {named}the number of one of the {len(self.parts)} "
                 f"parts, an integer from 0 to {len(self.parts) - 1}"

@@ -364,10 +364,11 @@ def with_part(buffer):
     [
         (lambda m: m.set_hyperparameters(ratios=(1, 1), part=1), "leave part out"),
         (lambda m: m.set_hyperparameters(ratios=(1, 1, 1)), "2 buffers and 3 ratios"),
+        (lambda m: m.replace(ratios=(0.5, 0.5)), r"with mixture.set_hyperparameters\(ratios="),
         (lambda m: m.set_hyperparameters(ratios=1.0), "expected a list of numbers"),
         (lambda m: m.set_hyperparameters(ratios={"a": 1}), "ratios is a dict; expected a list"),
         (lambda m: m.set_hyperparameters({"ratios": (1, 1)}, ratios=(1, 1)), "given twice"),
-        (lambda m: m.set_hyperparameters({"2/alpha": 1.0}), "part is 2; expected"),
+        (lambda m: m.set_hyperparameters({"2/alpha": 1.0}), "part is '2'; expected"),
         (lambda m: m.set_hyperparameters({"1/alpha": 1.0}), "alpha does not vary"),
         (lambda m: m.set_hyperparameters(alpha=1.0), "part is None; expected"),
         (lambda m: fixed(m, (1, 1)).set_hyperparameters(ratios=(1, 1)), "create the mixture with"),
