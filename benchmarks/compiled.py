@@ -136,7 +136,7 @@ def bind_flashbax_uniform(workload: Workload) -> Binding:
     leaves = workload.transitions.example.items()
     example = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
     calls = {"create": lambda: buffer.init(example), "add": buffer.add, "sample": buffer.sample}
-    return dataclasses.replace(per.bind_flashbax(workload), **calls, update=None)
+    return dataclasses.replace(per.bind_flashbax(workload, "cpu"), **calls, update=None)
 
 
 def jobs(device: Device) -> list[Job]:

@@ -46,8 +46,8 @@ class Binding:
         data: Picks the leaves [B, ...] of the items out of a sample.
         update: `(state, slots, priority) -> state`, pure; None without priorities.
         call_update: The same from Python; donates the state.
-        call_weights: `(state, sample) -> [B]` importance weights from Python, the largest of the
-            batch being 1; None to leave them out.
+        call_weighted: `(state, key) -> (sample, weights)` from Python, with importance weights [B]
+            of which the largest is 1; None to leave them out.
         slots: Picks what `update` wants out of a sample.
         probability: Picks the probabilities [B] out of a sample; None if the library has none.
         arguments: What to hand to `add` for new items, leaves [B, ...].
@@ -61,7 +61,7 @@ class Binding:
     data: Callable[[Sample], dict[str, jax.Array]]
     update: Callable[[State, Any, jax.Array], State] | None = None
     call_update: Callable[[State, Any, jax.Array], State] | None = None
-    call_weights: Callable[[State, Sample], jax.Array] | None = None
+    call_weighted: Callable[[State, jax.Array], tuple[Sample, jax.Array]] | None = None
     slots: Callable[[Sample], Any] = lambda sample: None
     probability: Callable[[Sample], jax.Array] | None = None
     arguments: Callable[[Items], Any] = lambda items: items
@@ -233,12 +233,11 @@ class ReplayContestant:
         workload, subject, model = self._workload, self._subject, self._subject.model
         equality.check_draws(JaxSubject(self._bind(workload.small()), workload.small()))
         equality.check_calls(subject, rounds=4, add=True)
-        if self._binding.call_weights is not None:
-            drawn = self._binding.call_sample(subject.state, jax.random.key(99))
-            weights = np.asarray(self._binding.call_weights(subject.state, drawn))
+        if self._binding.call_weighted is not None:
+            drawn, weights = self._binding.call_weighted(subject.state, jax.random.key(99))
             probability = np.asarray(self._binding.result(drawn))
             expected = (probability / probability.min()) ** -workload.beta
-            if not np.allclose(weights, expected, rtol=equality.RELATIVE_TOLERANCE):
+            if not np.allclose(np.asarray(weights), expected, rtol=equality.RELATIVE_TOLERANCE):
                 raise UnequalWork("importance weights do not follow from the probabilities")
 
         if self._binding.update is not None:
@@ -300,7 +299,7 @@ class ReplayContestant:
                 lambda: (self._scanned_slots, self._scanned_priorities),
                 self._draw_slots,
             )
-        if self._binding.call_weights is not None:
+        if self._binding.call_weighted is not None:
             operations["python sample+weights"] = Operation(
                 functools.partial(self._python_sample, weighted=True)
             )
@@ -375,9 +374,9 @@ class ReplayContestant:
         def step(state: State) -> State:
             key, priority = next(arguments)
             state = binding.call_add(state, items)
-            sample = binding.call_sample(state, key)
+            sample, wanted = self._drawn(state, key, weighted)
             if weighted or binding.call_update is None:
-                self._wanted(state, sample, weighted).block_until_ready()
+                wanted.block_until_ready()
             if binding.call_update is None:
                 return state
             return binding.call_update(state, binding.slots(sample), priority)
@@ -385,19 +384,18 @@ class ReplayContestant:
         return repeat_in_place(self._subject, step, calls)
 
     def _python_sample(self, calls: int, *, weighted: bool = False) -> float:
-        call, state, keys = (
-            self._binding.call_sample,
-            self._subject.state,
-            itertools.cycle(self._keys),
-        )
+        state, keys = self._subject.state, itertools.cycle(self._keys)
 
         def draw() -> None:
-            self._wanted(state, call(state, next(keys)), weighted).block_until_ready()
+            self._drawn(state, next(keys), weighted)[1].block_until_ready()
 
         return repeat_calls(draw, calls)
 
-    def _wanted(self, state: State, sample: Sample, weighted: bool) -> jax.Array:
-        if not weighted:
-            return self._binding.result(sample)
-        assert self._binding.call_weights is not None
-        return self._binding.call_weights(state, sample)
+    def _drawn(self, state: State, key: jax.Array, weighted: bool) -> tuple[Sample, jax.Array]:
+        """Returns a sample, and one of its arrays to wait for."""
+        binding = self._binding
+        if weighted:
+            assert binding.call_weighted is not None
+            return binding.call_weighted(state, key)
+        sample = binding.call_sample(state, key)
+        return sample, binding.result(sample)

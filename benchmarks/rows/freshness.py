@@ -99,7 +99,7 @@ def bind_freshness(workload: Workload, max_staleness: int) -> Binding:
         update=update,
         call_add=jax.jit(add, donate_argnums=0),
         call_update=jax.jit(update, donate_argnums=0),
-        call_weights=None,
+        call_weighted=None,
     )
 
 
@@ -128,7 +128,7 @@ def bind_statistics(binding: Binding) -> Binding:
         call_add=jax.jit(add, donate_argnums=0),
         call_sample=lambda state, key: binding.call_sample(state.buffer, key),
         call_update=jax.jit(update, donate_argnums=0),
-        call_weights=None,
+        call_weighted=None,
         slots=lambda sample: sample.replace(data=()),
     )
 

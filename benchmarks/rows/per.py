@@ -134,6 +134,11 @@ def bind_jaxbuf(workload: Workload) -> Binding:
     """The `ItemBuffer` of jaxbuf, with prioritized sampling."""
     jaxbuf = import_library("jaxbuf")
     size, beta = workload.sample_size, workload.beta
+
+    def weighted(buffer: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        batch = jaxbuf.sample(buffer, key, size, beta=beta)
+        return batch, batch.weights
+
     return Binding(
         create=lambda: jaxbuf.ItemBuffer.create(
             workload.transitions.example,
@@ -146,7 +151,7 @@ def bind_jaxbuf(workload: Workload) -> Binding:
         call_add=jaxbuf.add,
         call_sample=lambda buffer, key: jaxbuf.sample(buffer, key, size),
         call_update=jaxbuf.update_priority,
-        call_weights=lambda buffer, sample: jaxbuf.importance_weights(buffer, sample, beta),
+        call_weighted=weighted,
         data=lambda sample: sample.data,
         slots=lambda sample: sample.slots,
         probability=lambda sample: sample.probability,
@@ -171,6 +176,12 @@ def bind_flashbax(workload: Workload, device: str | None = None) -> Binding:
         unscaled = probabilities**-beta
         return unscaled / unscaled.max()
 
+    call_sample = jax.jit(buffer.sample)
+
+    def weighted(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        batch = call_sample(state, key)
+        return batch, weights(batch.probabilities, workload.beta)
+
     def create() -> Any:
         example = {
             name: jax.numpy.zeros(leaf.shape, leaf.dtype)
@@ -184,9 +195,9 @@ def bind_flashbax(workload: Workload, device: str | None = None) -> Binding:
         sample=buffer.sample,
         update=buffer.set_priorities,
         call_add=jax.jit(buffer.add, donate_argnums=0),
-        call_sample=jax.jit(buffer.sample),
+        call_sample=call_sample,
         call_update=jax.jit(buffer.set_priorities, donate_argnums=0),
-        call_weights=lambda state, sample: weights(sample.probabilities, workload.beta),
+        call_weighted=weighted,
         data=lambda sample: sample.experience,
         slots=lambda sample: sample.indices,
         probability=lambda sample: sample.probabilities,
