@@ -251,7 +251,8 @@ def _weights(
         scale = counts / jnp.asarray(fractions, jnp.float32)
         ends = np.cumsum([share.slots for share in shares[:-1]], dtype=np.int32)
         part = jnp.sum(slots.index[:, None] >= ends[None], axis=1, dtype=jnp.int32)  # [B]
-        ratio = ratio * scale.at[part].get(mode="clip")
+        # Of a single part without a gather, which explicit axes of a mesh do not allow.
+        ratio = ratio * (scale.at[part].get(mode="clip") if len(shares) > 1 else scale[0])
         if normalize == "batch":
             least = jnp.min(ratio, where=valid, initial=jnp.finfo(jnp.float32).max)
             least = lax.pmin(least, axes) if axes else least

@@ -445,6 +445,13 @@ def test_independent_buffers_under_shard_map_send_nothing():
     assert collectives(text) == ({}, 0)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_weights_lie_where_their_rows_do(kind):
+    buffer = filled(mesh_of(4, kind))
+    batch = jaxbuf.sample(buffer, jax.random.key(1), 64, beta=0.5, within="part")
+    assert batch.weights.sharding.spec == batch.probability.sharding.spec == P("data")
+
+
 @ALL
 @pytest.mark.parametrize(
     ("kind", "axes", "active"),

@@ -24,7 +24,7 @@ from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Contents, Normalization, Sample, StepsAround, Within, weighed
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.buffers.slotted import AddOptions, Envs, InsertOptions, SlottedBuffer
-from jaxbuf.core import checks, sizes, trees
+from jaxbuf.core import checks, native, sizes, trees
 from jaxbuf.core.program import is_outside, program
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
@@ -301,7 +301,10 @@ class Sharded(SlottedBuffer, ShardedFields):
         rows = check_batch_size(batch_size)
         key = check_key(key)
         _check_multiple(f"batch_size is {rows}", rows, self.num_shards)
-        return weighed(self, sampling.sample(self, key, rows), beta, normalize, within)
+        batch = sampling.sample(self, key, rows)
+        # A kernel would gather the rows of all devices on each of them.
+        with native.called_from_python(False):
+            return weighed(self, batch, beta, normalize, within)
 
     def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Performs an operation in each shard, with the slots of its own items.
