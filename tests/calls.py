@@ -608,7 +608,7 @@ CALLS: dict[str, Call] = {
     "reservoir": call(jaxbuf.reservoir, "example capacity sampler", key=(KEY, "key or none")),
     # Strategies.
     "Uniform": call(jaxbuf.Uniform, "replacement"),
-    "Balanced": call(jaxbuf.Balanced, "replacement"),
+    "Balanced": call(jaxbuf.Balanced, "replacement", by=("environment", "choice")),
     "Shuffled": call(jaxbuf.Shuffled, "drop_last"),
     "Prioritized": call(
         jaxbuf.Prioritized,

@@ -99,6 +99,9 @@ BUFFERS = {
     "windows-recent": _windows(sampler=jaxbuf.Recent(0.5, 2)),
     "windows-balanced": _windows(sampler=jaxbuf.Balanced()),
     "windows-balanced-distinct": _windows(sampler=jaxbuf.Balanced(replacement=False)),
+    "windows-by-episode": _windows(
+        sampler=jaxbuf.Balanced(by="episode"), episodes=jaxbuf.Episodes(boundary="avoid")
+    ),
     "windows-shuffled": _windows(sampler=jaxbuf.Shuffled(drop_last=True)),
     "windows-fresh": _windows(freshness=_LIMITS, sampler=_PLAIN),
     "windows-episodes": _windows(episodes=jaxbuf.Episodes(boundary="mask", record_return=True)),

@@ -190,6 +190,10 @@ class SampledBase(OwningBuffer, Described):
         """True if a part of this buffer lets ``remove`` take items out."""
         return any(part.lets_remove for part in self.extras)
 
+    def with_episodes(self, added: Index, removed: Index) -> Self:
+        """Returns the buffer after its sampler was notified of the episodes of changed slots."""
+        raise NotImplementedError
+
     def with_state(self, i: int, state: State) -> Self:
         """Returns the buffer with a new state of the part ``extras[i]``."""
         states = lax.stop_gradient(self.extra_states)

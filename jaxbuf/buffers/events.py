@@ -12,6 +12,7 @@ from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.types import State
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.protocols import Sampler
 
 AnyBuffer = TypeVar("AnyBuffer", bound=SampledBase)
 
@@ -88,12 +89,18 @@ def apply_change(
     if removed is not None:
         parts = zip(buffer.extras, states, strict=True)
         states = tuple(notify(part.on_remove, before, emptied) for part, before in parts)
-    return trees.updated(
+    changed = trees.updated(
         buffer,
         occupancy=occupancy,
         sampler_state=notify(buffer.bound_sampler.on_change, state, filled, value, emptied),
         extra_states=states,
     )
+    return changed.with_episodes(filled, emptied) if uses_episodes(buffer.sampler) else changed
+
+
+def uses_episodes(sampler: Sampler) -> bool:
+    """Returns whether a sampler, or one of those inside of it, is notified of episodes."""
+    return any(leaf.uses_episodes for leaf in sampler.leaf_samplers)
 
 
 def _is_ours(method: Callable[..., Any]) -> bool:

@@ -135,6 +135,11 @@ class ItemBuffer(SampledBuffer):
             check_removes(sampler, "an item retires")
         if sampler.uses_age:
             needs_order(occupancy, f"{sampler}")
+        if events.uses_episodes(sampler):
+            raise ValueError(
+                f"{sampler} needs episodes, which an ItemBuffer does not know; use a "
+                "TrajectoryBuffer with episodes=jaxbuf.Episodes()"
+            )
 
     @property
     def live(self) -> Bool[Array, " N"]:

@@ -41,7 +41,7 @@ from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Arrays, Count, Flag, Index, Key, Mask, Number, Numbers, Words
+from jaxbuf.core.types import Arrays, Count, Flag, Index, Key, Mask, Number, Numbers, State, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
@@ -172,8 +172,12 @@ class TrajectoryBuffer(SampledBuffer):
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
-        del extras
         check_removes(sampler, "a window is gone")
+        if events.uses_episodes(sampler) and not any(isinstance(x, Episodes) for x in extras):
+            raise ValueError(
+                f"{sampler} needs episodes, but episodes is None; create the buffer with "
+                "episodes=jaxbuf.Episodes()"
+            )
         if sampler.uses_score:
             raise ValueError(f"{sampler} needs scores, which steps do not have; choose another one")
         if sampler.uses_age:
@@ -727,6 +731,44 @@ class TrajectoryBuffer(SampledBuffer):
             index = jnp.concatenate([new, old])
             occupancy = self.occupancy.replace(inner=rings).mark(index, member)
         return events.apply_change(self, occupancy, added=added, value=value, removed=removed)
+
+    def with_episodes(self, added: Index, removed: Index) -> Self:
+        """Returns the buffer after its sampler was notified of the last windows of episodes.
+
+        These may have changed where windows were added, and just before these and the removed ones.
+        """
+        ages, rings, nowhere = self.occupancy.age_range(None, None), self.rings, self.num_slots
+        begin = jnp.cumsum(ages.count, dtype=jnp.int32) - ages.count  # [E]
+
+        def neighbor(index: Index, by: int) -> Index:
+            """Returns the window before or after each; past the end if its ring has none."""
+            env = quotient(index, ages.most)  # [B]
+            first, count = storage.select(env, (begin, ages.count))  # [B]
+            rank = ages.rank(index) + by  # [B]
+            inside = (index < nowhere) & (rank >= 0) & (rank < count)
+            return jnp.where(inside, ages.at(first + jnp.maximum(rank, 0)), nowhere)
+
+        changed = jnp.concatenate([added, removed])
+        index = jnp.concatenate([neighbor(changed, -1), added])  # [C]
+        if isinstance(self.occupancy, Subset) or not changed.size:
+            newest = ages.at(begin + jnp.maximum(ages.count - 1, 0))  # [E]
+            index = jnp.concatenate([jnp.where(ages.count > 0, newest, nowhere), index])  # [C]
+        following = neighbor(index, 1)  # [C]
+        (_, place), (env, next_place) = map(rings.ring_and_start, (index, following))  # [C]
+        behind = self._index().steps_before(env * self.length + next_place)  # [C]
+        same = (following < nowhere) & (behind >= remainder(next_place - place, self.length))
+        last = self.occupancy.live(index) & ~same
+        # Windows that leave a few at a time are live until the last of them has left.
+        index = jnp.concatenate([index, removed])
+        last = jnp.concatenate([last, jnp.zeros(removed.shape, bool)])
+
+        def notify(sampler: Sampler, state: State) -> State:
+            if not sampler.uses_episodes:
+                return state
+            return events.notify(sampler.on_episodes, state, index, last)
+
+        state = lax.stop_gradient(self.sampler_state)
+        return trees.updated(self, sampler_state=self.bound_sampler.map_state(state, notify))
 
     def _windows_of(self, sequence_length: int | None = None) -> Self:
         """Returns a buffer of the same steps with windows of another length; None keeps it."""

@@ -42,6 +42,10 @@ class Ages(Protocol):
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         ...
 
+    def rank(self, index: Index) -> Integers:
+        """Returns the number of earlier items in the range and ring of these, in its slots."""
+        ...
+
     def contains(self, index: Index) -> Mask:
         """Returns a mask of the slots whose items are in the range."""
         ...
@@ -108,12 +112,17 @@ class AgeRange:
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         return _items_at(rank, self.first, self.count, length=self.length)
 
+    def rank(self, index: Index) -> Integers:
+        """Returns the number of items in the range before these; its size for later slots."""
+        first, count = storage.select(quotient(index, self.length), (self.first, self.count))
+        offset = remainder(index, self.length)
+        return jnp.minimum(remainder(offset - first, self.length), count)
+
     def contains(self, index: Index) -> Mask:
         """Returns whether the items at these slots are in the range."""
-        env, offset = quotient(index, self.length), remainder(index, self.length)
-        first, count = storage.select(env, (self.first, self.count))
+        count = storage.select(quotient(index, self.length), self.count)
         inside = (index >= 0) & (index < self.count.shape[0] * self.length)
-        return inside & (remainder(offset - first, self.length) < count)
+        return inside & (self.rank(index) < count)
 
 
 @native.kernel("items_at")

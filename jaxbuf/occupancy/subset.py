@@ -241,13 +241,17 @@ class MemberAges:
         shift, edge, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
         return self.subset.at(edge + remainder(rank + shift, size))
 
-    def contains(self, index: Index) -> Mask:
-        """Returns whether the items at these slots are in the range."""
+    def rank(self, index: Index) -> Integers:
+        """Returns the number of members from the first in the range to these, around the ring."""
         ring = jnp.stack([self.first + self.edge, self.count, jnp.maximum(self.size, 1)], axis=-1)
         env = quotient(index, self.most)
-        first, count, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
-        rank = remainder(self.subset.before(index) - first, size)
-        return self.subset.live(index) & (rank < count)
+        first, _, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
+        return remainder(self.subset.before(index) - first, size)
+
+    def contains(self, index: Index) -> Mask:
+        """Returns whether the items at these slots are in the range."""
+        count = self.count.at[quotient(index, self.most)].get(mode="clip")
+        return self.subset.live(index) & (self.rank(index) < count)
 
 
 def _rows(table: Int[Array, "E 3"], ring: Index) -> Int[Array, "B 3"]:

@@ -62,6 +62,8 @@ class Sampler(Movable, abc.ABC):
         uses_priority: Whether ``add`` takes a ``priority`` and ``update_priority`` is allowed.
         uses_score: Whether ``add`` needs a ``score``.
         uses_age: Whether the sampler needs an occupancy that knows the order of insertion.
+        uses_episodes: Whether the sampler needs rings with ``Episodes``, and ``on_episodes`` is
+            called.
         varies: The numbers that may be ``jaxbuf.Varying``, with the least and the largest legal
             value of each. Where methods use one, it is a number or a traced array ``[]``.
 
@@ -83,6 +85,7 @@ class Sampler(Movable, abc.ABC):
     uses_priority: bool = False
     uses_score: bool = False
     uses_age: bool = False
+    uses_episodes: bool = False
     varies: ClassVar[dict[str, tuple[float, float]]] = {}
 
     def __post_init__(self) -> None:
@@ -121,6 +124,18 @@ class Sampler(Movable, abc.ABC):
                 must not be drawn any more. A slot may occur twice, or have been empty before.
         """
         del added, value, removed
+        return state
+
+    def on_episodes(self, state: State, index: Index, last: Mask) -> State:
+        """Updates the state after windows became the last of their episodes, or no longer are.
+
+        Args:
+            state: The state after ``on_change``.
+            index: Slots, ``[B]``, of which some may be empty.
+            last: A mask of the slots with the last window of an episode that can be drawn,
+                ``[B]``. Where a slot occurs twice, the last row counts.
+        """
+        del index, last
         return state
 
     def set_priority(self, state: State, index: Index, value: Floats) -> State:

@@ -223,6 +223,7 @@ BY_PRIORITY = jaxbuf.Prioritized(alpha=1.0, replacement=False)
 MIXED = jaxbuf.Prioritized(
     alpha=0.5, epsilon=0.01, uniform_mix=0.2, initial_priority=0.0, replacement=False
 )
+BY_EPISODE = jaxbuf.Balanced(by="episode")
 seeds = st.integers(0, 2**20)
 
 
@@ -485,6 +486,8 @@ WITHOUT_KERNELS = {"proportional", "blend", "fresh", "near-oldest"}
 def twin_of(sampler):
     """The options of a model of a sampler by priority."""
     names = ("alpha", "initial_priority", "epsilon", "uniform_mix")
+    if isinstance(sampler, jaxbuf.Balanced):
+        return {"by_episode": sampler.by == "episode"}
     prioritized = isinstance(sampler, jaxbuf.Prioritized)
     return {name: getattr(sampler, name) for name in names} if prioritized else {}
 
@@ -687,6 +690,17 @@ WINDOWS = {
     ),
     "from-the-start": (
         (2, 12, 4, 1), BY_PRIORITY, {"episodes": AVOID | {"short_windows": "ended", "period": 3}}
+    ),
+    "by-episode": ((2, 12, 3, 1), BY_EPISODE, {"episodes": {"boundary": "mask", **RETURNS}}),
+    "by-episode-period": (
+        (2, 12, 4, 2),
+        BY_EPISODE,
+        {"episodes": {"boundary": "mask", **RETURNS, "last": "last"}, "num_earliest_ignored": 1},
+    ),
+    "by-episode-within": (
+        (3, 9, 3, 1),
+        BY_EPISODE,
+        {"episodes": AVOID, "freshness": FRESH(2, 4), "parts": REMOVABLE},
     ),
     "masked": ((2, 12, 4, 1), DISTINCT, {"episodes": {"boundary": "mask", "period": 2, **RETURNS}}),
 }  # fmt: skip
@@ -908,7 +922,10 @@ class WindowMachine(BufferMachine):
         }
         numbers, valid = sample.data["number"], sample.valid
         rows = zip(numbers[valid].tolist(), sample.probability[valid].tolist(), strict=True)
-        assert {row[0][0]: row for row in rows} == expected
+        found = {row[0][0]: row for row in rows}
+        if getattr(self.buffer.sampler, "replacement", False):
+            expected = {number: expected[number] for number in found}
+        assert found == expected
 
     def check_episodes(self, seen):
         twin, (positions, slots) = self.twin, seen["places"]

@@ -18,7 +18,7 @@ from tests import operations
 # A folder for each name: two adds to each buffer of `tests/operations.py`, and what else there is.
 SAVED = zipfile.ZipFile(Path(__file__).with_name("checkpoints_0_3_0.zip"))
 # Buffers that were listed later.
-LATER = {"diverse-best", "mixture-varying"}
+LATER = {"diverse-best", "mixture-varying", "windows-by-episode"}
 
 
 def add(buffer, scale, seed):

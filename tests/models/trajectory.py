@@ -68,6 +68,7 @@ class TrajectoryBuffer:
         initial_priority: smallest default priority of a window.
         epsilon: added to a priority before the exponent.
         uniform_mix: share of draws made uniformly.
+        by_episode: whether each episode with a window is equally likely.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class TrajectoryBuffer:
         initial_priority: float = 1.0,
         epsilon: float = 0.0,
         uniform_mix: float = 0.0,
+        by_episode: bool = False,
     ):
         self.length = length
         self.sequence_length = sequence_length
@@ -95,6 +97,7 @@ class TrajectoryBuffer:
         self.initial_priority = initial_priority
         self.epsilon = epsilon
         self.uniform_mix = uniform_mix
+        self.by_episode = by_episode
         self.rings: list[list[Step]] = [[] for _ in range(num_envs)]
         # Of each ring: every step that it has had, and the position of the next one.
         self.history: list[list[Step]] = [[] for _ in range(num_envs)]
@@ -259,6 +262,9 @@ class TrajectoryBuffer:
     def probabilities(self, windows: list[list[Step]] | None = None) -> list[float]:
         """Probability that one draw (or the first draw) is each of ``windows``."""
         windows = self.windows if windows is None else windows
+        if self.by_episode:
+            episodes = [(w[0].env, self.number(w[0]) - self.behind(w[0])) for w in windows]
+            return [1 / (len({*episodes}) * episodes.count(episode)) for episode in episodes]
         if self.alpha is None:
             return proportional(np.ones(len(windows))).tolist()
         masses = [mass(w[0].priority, self.alpha, self.epsilon) for w in windows]
@@ -292,8 +298,10 @@ class TrajectoryBuffer:
 
     def behind(self, step: Step) -> int:
         """Number of steps of the episode before this one."""
-        t = self.history[step.env].index(step)
-        return t - self.begin(step.env, t)
+        return self.number(step) - self.begin(step.env, self.number(step))
+
+    def number(self, step: Step) -> int:
+        return self.history[step.env].index(step)
 
     # Steps by their numbers in the history of an environment.
 

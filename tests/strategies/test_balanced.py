@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,3 +166,193 @@ def test_items_are_one_environment():
 def test_equal_samplers():
     assert jaxbuf.Balanced(np.bool_(True)) == jaxbuf.Balanced()
     assert hash(jaxbuf.Balanced(False)) == hash(jaxbuf.Balanced(replacement=False))
+
+
+# --- By episode
+
+
+STEP = {"t": jnp.int32(0), "terminated": jnp.bool_(False)}
+BY_EPISODE = jaxbuf.Balanced(by="episode")
+
+
+def rings(num_envs=2, length=16, sequence_length=1, sampler=BY_EPISODE, **options):
+    options = {"episodes": jaxbuf.Episodes()} | options
+    return jaxbuf.TrajectoryBuffer.create(
+        STEP, num_envs, length, sequence_length=sequence_length, sampler=sampler, **options
+    )
+
+
+def episodes(*lengths, steps=20):
+    """Steps of one environment in episodes of so many steps; the last one goes on."""
+    t = np.arange(steps, dtype=np.int32)
+    return {"t": t[None], "terminated": np.isin(t, np.cumsum(lengths) - 1)[None]}
+
+
+def both(*steps):
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *steps)
+
+
+def law(buffer, rows=64, number=400):
+    """The steps that were drawn first, with the probability of each, and its number of rows."""
+    batch = draws(buffer, rows, number)
+    assert batch.valid.all()
+    first, share = np.asarray(batch.data["t"])[..., 0].ravel(), np.asarray(batch.probability)
+    drawn, at, counts = np.unique(first, return_index=True, return_counts=True)
+    return drawn.tolist(), share.ravel()[at], counts
+
+
+def check_law(buffer, expected):
+    drawn, share, counts = law(buffer)
+    assert drawn == sorted(expected)
+    due = np.array([expected[t] for t in drawn])
+    np.testing.assert_allclose(share, due, rtol=1e-6)
+    assert stats.chisquare(counts, due * counts.sum()).pvalue > 1e-3
+
+
+def uniform_over(*windows):
+    return {t: 1 / (len(windows) * len(of)) for of in windows for t in of}
+
+
+CROSSING = {"sequence_length": 3}
+AVOIDING = {"sequence_length": 3, "episodes": jaxbuf.Episodes(boundary="avoid")}
+WHOLE = jaxbuf.Episodes(boundary="avoid", short_windows="never")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # Steps 4 to 19 are held: 2 of the first episode, then 1, 9, and 4 of an open one.
+        ({}, uniform_over([4, 5], [6], range(7, 16), range(16, 20))),
+        (CROSSING, uniform_over([4, 5], [6], range(7, 16), [16, 17])),
+        (AVOIDING, uniform_over([4, 5], [6], range(7, 16), [16, 17])),
+        (AVOIDING | {"episodes": WHOLE}, uniform_over(range(7, 14), [16, 17])),
+        ({"num_earliest_ignored": 3}, uniform_over(range(7, 16), range(16, 20))),
+        ({"period": 2}, uniform_over([4], [6], range(8, 16, 2), [16, 18])),
+        ({"period": 8}, uniform_over([8], [16])),
+    ],
+)
+def test_episodes_are_equally_likely_and_so_are_their_windows(options, expected):
+    buffer = rings(1, **options).add(episodes(6, 1, 9))
+    check_law(buffer, expected)
+    support = buffer.support()
+    assert int(support.count) == len(expected)
+    assert float(support.least_probability) == pytest.approx(min(expected.values()))
+    size = 1 / sum(p * p for p in expected.values())
+    assert float(buffer.metrics()["effective_sample_size"]) == pytest.approx(size)
+
+
+def test_what_has_left_does_not_count():
+    buffer = rings(1, parts=(jaxbuf.Removable(),), freshness=jaxbuf.Freshness(max_use=1))
+    buffer = buffer.add(episodes(6, 1, 9))
+    gone = buffer.slots_at(jnp.array([0]), jnp.array([6, 15, 8]))
+    buffer = buffer.mark_used(gone, mask=jnp.array([True, True, False]))
+    buffer = buffer.remove(gone, mask=jnp.array([False, False, True]))
+    check_law(buffer, uniform_over([4, 5], [7, *range(9, 15)], range(16, 20)))
+    again = buffer.end_episodes().add(episodes(1, steps=2))
+    assert sorted(set(draws(again, 64, 10).data["t"].ravel().tolist()))[:3] == [0, 1, 7]
+    dropped = again.drop_newest_episode()
+    assert 1 not in draws(dropped, 64, 10).data["t"].ravel().tolist()
+    cleared = buffer.clear(jnp.array([0]))
+    assert not cleared.sample(jax.random.key(0), 4).valid.any()
+    assert not buffer.clear().sample(jax.random.key(0), 4).valid.any()
+
+
+def test_ends_may_be_those_of_another_field():
+    step = {**STEP, "over": jnp.bool_(False)}
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        step, 1, 16, sampler=BY_EPISODE, episodes=jaxbuf.Episodes(last="over")
+    )
+    steps = episodes(2, 2, 2, steps=8)
+    buffer = buffer.add({**steps, "over": np.isin(steps["t"], [5])})
+    check_law(buffer, uniform_over(range(6), [6, 7]))
+
+
+def test_by_episode_among_others_and_in_wrappers():
+    filled = rings(1).add(episodes(6, 1, 9))
+    expected = uniform_over([4, 5], [6], range(7, 16), range(16, 20))
+    for sampler in (
+        jaxbuf.Recent(0.25, 4, BY_EPISODE),
+        jaxbuf.Blend((BY_EPISODE, jaxbuf.Recent(1.0, 4)), (0.75, 0.25)),
+    ):
+        buffer = rings(1, sampler=sampler).add(episodes(6, 1, 9))
+        due = {t: 0.75 * p + (t >= 16) / 16 for t, p in expected.items()}
+        drawn, share, _ = law(buffer)
+        np.testing.assert_allclose(share, [due[t] for t in drawn], rtol=1e-6)
+        changed = rings(1, sampler=jaxbuf.Uniform()).add(episodes(6, 1, 9)).with_sampler(sampler)
+        np.testing.assert_array_equal(law(changed)[1], share)
+    drawn, share, _ = law(jaxbuf.Mixture.create([filled, jax.tree.map(jnp.copy, filled)], [1, 1]))
+    np.testing.assert_allclose(share, [expected[t] / 2 for t in drawn], rtol=1e-6)
+    hosted = jaxbuf.Hosted.create(lambda: rings(1)).add(episodes(6, 1, 9))
+    batch, plain = (b.sample(jax.random.key(0), 32) for b in (hosted, filled))
+    np.testing.assert_array_equal(batch.data["t"], plain.data["t"])
+    weights = jaxbuf.importance_weights(filled, plain, 1.0, None)
+    due = [1 / (16 * expected[t]) for t in plain.data["t"][:, 0].tolist()]
+    np.testing.assert_allclose(weights, due, rtol=1e-6)
+    mesh = jax.make_mesh((1,), ("d",))
+    with pytest.raises(ValueError, match="does not draw from shards"):
+        jaxbuf.Sharded.create(rings, mesh, "d")
+
+
+def test_by_episode_in_a_scan_and_over_seeds():
+    def run(key):
+        def step(buffer, key):
+            ends = jax.random.bernoulli(key, 0.3, (2, 1))
+            buffer = buffer.add({"t": jnp.zeros((2, 1), jnp.int32), "terminated": ends})
+            return buffer, buffer.sample(key, 8)
+
+        return jax.lax.scan(step, rings(2, 8, 2), jax.random.split(key, 20))
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    together = jax.jit(jax.vmap(run))(keys)
+    jaxbuf.testing.assert_valid(jax.tree.map(lambda leaf: leaf[0], together[0]))
+    for i, key in enumerate(keys):
+        alone, batches = jax.jit(run)(key)
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
+        chex.assert_trees_all_equal(one[0], alone)
+        chex.assert_trees_all_close(one[1], batches, rtol=1e-6)
+
+
+def test_by_episode_is_in_place():
+    for boundary in ("cross", "avoid"):
+        options = {"episodes": jaxbuf.Episodes(boundary=boundary)}
+        buffer = rings(1, 4096, sequence_length=4, **options)
+        jaxbuf.testing.assert_no_copy(lambda b, x: b.add(x), buffer, episodes(2, steps=8))
+
+
+def test_by_episode_is_loaded_into_other_sizes(tmp_path):
+    buffer = rings(2, 16, 2).add(both(episodes(6, 1, 9), episodes(3, 4, 5)))
+    jaxbuf.save(tmp_path, buffer)
+    for sizes in ({"length": 8}, {"length": 24}, {"num_envs": 1}, {"num_envs": 3}):
+        like = rings(**({"num_envs": 2, "length": 16, "sequence_length": 2} | sizes))
+        loaded = jaxbuf.load(tmp_path, like, resize=True)
+        jaxbuf.testing.assert_valid(loaded)
+        every = jnp.arange(loaded.num_slots, dtype=jnp.int32)
+        again = loaded.with_episodes(every, every[:0])
+        chex.assert_trees_all_equal(loaded, again)
+    with pytest.raises(ValueError, match="by"):
+        jaxbuf.load(tmp_path, rings(2, 16, 2, sampler=jaxbuf.Balanced()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxbuf.Balanced(by="env"), "by is 'env'; choose from ('environment', 'episode')"),
+        (lambda: jaxbuf.Balanced(replacement=False, by="episode"), "replacement is False, but ep"),
+        (lambda: rings(episodes=None), "needs episodes, but episodes is None; create the buffer"),
+        (
+            lambda: rings(episodes=None, sampler=jaxbuf.Recent(0.5, 1, BY_EPISODE)),
+            "needs episodes, but episodes is None",
+        ),
+        (
+            lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=BY_EPISODE),
+            "needs episodes, which an ItemBuffer does not know; use a TrajectoryBuffer",
+        ),
+        (
+            lambda: rings(episodes=None, sampler=jaxbuf.Uniform()).with_sampler(BY_EPISODE),
+            "needs episodes, but episodes is None",
+        ),
+    ],
+)
+def test_where_episodes_cannot_be_drawn(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
