@@ -202,8 +202,8 @@ def train(run: common.Run[Config]) -> None:
         learner, losses = saved["learner"], []
         for update in range(agent.updates):
             key, size = learner.keys[0], config.batch_size
-            batch, weights = holder.sample_with_weights(key, size, config.beta)
-            learner, priority, loss = agent.learn(learner, batch.data, weights)
+            batch = holder.sample(key, size, beta=config.beta)
+            learner, priority, loss = agent.learn(learner, batch.data, batch.weights)
             holder.update_priority(batch.slots, priority)
             losses.append(loss)
             if update % PUBLISH == 0:
