@@ -100,7 +100,7 @@ class Operation:
 
     def as_program(self, method: Callable[P, R]) -> Callable[P, R]:
         """Returns a method that performs the operation, as a program."""
-        call = program(**self.about, changes=self.changes)(method)
+        call = program(**self.about)(method)
         vars(call)["operation"] = self
         return call
 
@@ -131,6 +131,7 @@ def operation(
     """
 
     def decorate(declared: Callable[P, R]) -> Callable[P, R]:
+        about["copies"] = changes
         description = Operation(declared, about, slots, needs, changes, rows, by_member, nones)
         vars(declared)["operation"] = description
 

@@ -105,7 +105,7 @@ class Queue(OwningBuffer, Described):
         offered = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
         return offered & (jnp.cumsum(offered, dtype=jnp.int32) <= free)
 
-    @program(stored=("items",), changes=True)
+    @program(stored=("items",), copies=True)
     def add(self, items: Arrays, *, mask: Mask | None = None) -> Self:
         """Appends a batch of items in order, as far as they fit; see ``accepts``.
 
@@ -138,7 +138,7 @@ class Queue(OwningBuffer, Described):
             + counters.tally(COUNTS, {"adds": added, "rejected": offered - added}),
         )
 
-    @program(static=("batch_size",), changes=True)
+    @program(static=("batch_size",), copies=True)
     def take(self, batch_size: int) -> tuple[Self, Sample]:
         """Takes the oldest items out of the queue.
 
@@ -177,7 +177,7 @@ class Queue(OwningBuffer, Described):
         for name in ("sample", "next_batch")
     )
 
-    @program(changes=True)
+    @program(copies=True)
     def clear(self) -> Self:
         """Returns the queue without its items; counters keep their values.
 

@@ -51,7 +51,7 @@ class About(TypedDict, total=False):
             arrays. May be a function of ``self`` and the arguments by name.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
-        changes: Whether the result has the changed buffer, alone or first of all. A method that is
+        copies: Whether the result has the changed buffer, alone or first of all. A method that is
             called from Python copies what it changes; see ``advice.note_copy``.
         loses: Whether the result may lack some of the arrays that ``self`` has. If ``self`` is
             donated, only arrays are whose memory the result can take.
@@ -66,7 +66,7 @@ class About(TypedDict, total=False):
     keys: tuple[str, ...]
     keeps: tuple[str, ...] | Callable[[Any, dict[str, Any]], tuple[str, ...]]
     before: Callable[[Any, dict[str, Any]], dict[str, Any]]
-    changes: bool
+    copies: bool
     loses: bool
 
 
@@ -127,7 +127,7 @@ class Program:
         self.keeps = about.get("keeps", ())
         self.stored = about.get("stored", ())
         self.dtypes, self.keys = about.get("dtypes", {}), about.get("keys", ())
-        self.buffers, self.changes = about.get("buffers", ()), about.get("changes", False)
+        self.buffers, self.copies = about.get("buffers", ()), about.get("copies", False)
 
     def __call__(
         self, args: tuple[Any, ...], options: dict[str, Any], *, donate: bool | None = None
@@ -229,7 +229,7 @@ class Program:
             fixed = dict(sorted(fixed.items()))
         run = make(self, bool(donate), platform, tuple(fixed), *fixed.values())
         result = run(first, settled)
-        if self.changes and not donate:
+        if self.copies and not donate:
             result, copied = result
             if donate is None:
                 advice.note_copy(first, self.function.__name__, copied.nbytes)
@@ -371,7 +371,7 @@ def _compile(
         # Trees that it creates lie where the buffer does.
         with using_width(width_for(platform)), native.called_from_python(platform == "cpu"):
             result = program.function(*args, **traced, **fixed)
-        if not program.changes or donate:
+        if not program.copies or donate:
             return result
         return result, _Copied(_copied_bytes(first, result))
 

@@ -662,7 +662,8 @@ class Mixture(SlottedBuffer, Described):
     def best(self, n: int, by: By) -> tuple[Slots, Words]:
         found = [self._slotted(i).best(n, by) for i in range(len(self.parts))]
         each = [(self._global_slots(i, slots), word) for i, (slots, word) in enumerate(found)]
-        return draws.join_best(*jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each), n)
+        slots, word = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each)
+        return draws.join_best(slots, word, n)
 
     def slots_at(
         self, env_ids: Int[ArrayLike, "..."], positions: Integer[ArrayLike, "..."]

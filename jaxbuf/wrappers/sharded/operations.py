@@ -232,8 +232,9 @@ def best(buffer: ShardedFields, n: int, by: By) -> Slots:
     def body(shards: SampledBuffer, *_: object) -> Slots:
         slots, word = jax.vmap(lambda shard: shard.best(n, by))(shards)  # [L, n]
         slots = global_slots(buffer, slots, shard_ids(shards, buffer.axis)[:, None])
-        found = all_gather((slots, word), buffer.axis)  # [S, n]
-        joined, _ = draws.join_best(*jax.tree.map(lambda leaf: leaf.reshape(-1), found), n)
+        found: Any = all_gather((slots, word), buffer.axis)  # [S, n]
+        every, words = jax.tree.map(lambda leaf: leaf.reshape(-1), found)  # [S * n]
+        joined, _ = draws.join_best(every, words, n)
         rows = n * num_local(shards) // buffer.num_shards
         first = lax.axis_index(buffer.axis) * rows
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, rows), joined)
