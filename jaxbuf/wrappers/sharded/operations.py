@@ -234,7 +234,7 @@ def best(buffer: ShardedFields, n: int, by: By) -> Slots:
         slots = global_slots(buffer, slots, shard_ids(shards, buffer.axis)[:, None])
         found: Any = all_gather((slots, word), buffer.axis)  # [S, n]
         every, words = jax.tree.map(lambda leaf: leaf.reshape(-1), found)  # [S * n]
-        joined, _ = draws.join_best(every, words, n)
+        joined = draws.join_best(every, words, n)[0]
         rows = n * num_local(shards) // buffer.num_shards
         first = lax.axis_index(buffer.axis) * rows
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, rows), joined)
