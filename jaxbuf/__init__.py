@@ -24,7 +24,7 @@ between ranks.
 
 import dis
 import importlib
-import sys
+import inspect
 from typing import Any
 
 from jaxbuf.accumulators.chunks import Chunk, ChunkAccumulator
@@ -218,9 +218,10 @@ def __getattr__(name: str) -> Any:
     text = f"module 'jaxbuf' has no attribute {name!r}"
     if name in guesses.ANSWERS:
         text += f"; {guesses.ANSWERS[name]}"
-        caller = sys._getframe(1)
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame else None
         # An import would leave out the text of an AttributeError.
-        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
+        if caller and dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
             raise ImportError(text)
     raise AttributeError(text)
 
