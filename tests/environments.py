@@ -99,10 +99,16 @@ def pair(name):
     return found[0]
 
 
-def check_inside_jax(name, resets, num_envs=6, num_steps=120):
-    """Raises an error if a row is wrong; returns how many episodes ended, and how."""
-    limit, act, fails, stops = INSIDE_JAX[name]
+def check_inside_jax(name):
+    """Raises an error if a row is wrong; yields how many episodes ended, and how."""
     reset, step, options = pair(name)
+    raw = jax.jit(jax.vmap(reset)), jax.jit(jax.vmap(jax.vmap(step)))
+    for resets in (None, 1):
+        yield f"resets={resets}: {check_rows(name, reset, step, options, raw, resets)}"
+
+
+def check_rows(name, reset, step, options, raw, resets, num_envs=6, num_steps=120):
+    limit, act, fails, stops = INSIDE_JAX[name]
     begin, advance = with_resets(reset, step, resets=resets, **options)
     most = num_envs if resets is None else resets
 
@@ -127,9 +133,7 @@ def check_inside_jax(name, resets, num_envs=6, num_steps=120):
     assert buffer.add(rows, mask=out.mask).size == mask.sum()
 
     # Every step once more, by the library alone.
-    obs, _, reward, failed, stopped = jax.jit(jax.vmap(jax.vmap(step)))(
-        keys[0], inner, rows["action"]
-    )
+    obs, _, reward, failed, stopped = raw[1](keys[0], inner, rows["action"])
     failed, stopped = (np.broadcast_to(np.asarray(flag, bool), shape) for flag in (failed, stopped))
     ended = (np.asarray(rows["terminated"]) | np.asarray(rows["truncated"])) & mask
     steps = np.zeros(shape, int)
@@ -147,8 +151,9 @@ def check_inside_jax(name, resets, num_envs=6, num_steps=120):
     # Where it goes on, it goes on from there; where it begins, it begins by its key.
     begins = (ended | ~mask) & ~np.asarray(waiting)
     equal("obs after a step", obs_after, obs, mask & ~ended)
-    first = jax.jit(jax.vmap(reset))(keys[1][begins])[0]
-    equal("first obs", jax.tree.map(lambda leaf: leaf[begins], obs_after), first, True)
+    env, time = (np.resize(index, num_envs * num_steps // 4) for index in np.nonzero(begins))
+    first = raw[0](keys[1][env, time])[0]
+    equal("first obs", jax.tree.map(lambda leaf: leaf[env, time], obs_after), first, ...)
 
     terminated, truncated = rows["terminated"], rows["truncated"]
     both = int((terminated & truncated).sum())
@@ -229,11 +234,7 @@ def check(name):
     """Yields what was seen of a library; raises an error if something is wrong."""
     release = f"| {name.replace('_', '-')} {version(DISTRIBUTIONS.get(name, name))} |"
     assert release in GUIDE, f"the table of the guide has no row {release}"
-    if name in IN_PYTHON:
-        yield check_in_python(name)
-        return
-    for resets in (None, 1):
-        yield f"resets={resets}: {check_inside_jax(name, resets)}"
+    yield from [check_in_python(name)] if name in IN_PYTHON else check_inside_jax(name)
 
 
 def main(names):
