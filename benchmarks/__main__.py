@@ -43,10 +43,10 @@ class Arguments(Options):
     """The command line.
 
     Attributes:
-        json: Write the results into this file.
-        against: Print what differs from this earlier file in two runs, and return 1 if anything
-            does: ratios whose quartiles are apart, and that changed by more than a fifth. Then the
-            results are written only if `--json` says where.
+        json: Write the results into this file, in place of one in this folder.
+        against: Print what differs from this earlier file in two runs, and exit with 1 if anything
+            does: ratios whose quartiles are apart, and that changed by more than a fifth. The
+            results are then written only if `--json` says where.
     """
 
     json: Path | None = None

@@ -110,7 +110,7 @@ class Contestant(Protocol):
 
     def facts(self) -> Mapping[str, str]:
         """Returns other facts to report, such as bytes per item; called after the turns."""
-        ...
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Makes `RESULTS.md` of the files in `benchmarks/results`: ``python -m benchmarks.page``.
 
-What is below the heading "What bounds these numbers" is written by hand, and stays.
+``python -m benchmarks --json benchmarks/results/cpu.json`` makes one of them anew. What is below
+the heading "What bounds these numbers" is written by hand, and stays.
 """
 
 import csv
-import itertools
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,21 +86,25 @@ def _tables(rows: Mapping[str, Any], only: str = "") -> Iterable[str]:
         only: What the names of the operations have in them.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
-    lines: dict[str, list[list[str]]] = {}
-    for name, row in rows.items():
-        known = report.columns(row, short=True)
-        cells = [
-            [operation, *one.values()] for operation, one in known.items() if only in operation
-        ]
-        firsts = [f"`{name}`", *[""] * len(cells)]
-        lines[name] = [[first, *line] for first, line in zip(firsts, cells, strict=False)]
-        groups.setdefault(tuple(next(iter(known.values()))), []).append(name)
+    tables = {name: report.columns(row, short=True) for name, row in rows.items()}
+    for name, table in tables.items():
+        groups.setdefault(tuple(next(iter(table.values()), ())), []).append(name)
     for heads, names in groups.items():
-        yield "\n".join(f"* `{name}`: {rows[name]['title']}." for name in names)
+        yield "\n".join(_about(name, rows[name]) for name in names)
         yield _table(
             ["row", "operation", *heads],
-            itertools.chain.from_iterable(lines[name] for name in names),
+            [
+                [f"`{name}`" * (place == 0), operation, *tables[name][operation].values()]
+                for name in names
+                for place, operation in enumerate(one for one in tables[name] if only in one)
+            ],
         )
+
+
+def _about(name: str, row: Mapping[str, Any]) -> str:
+    missing = {**row.get("skipped", {}), **row.get("unequal", {})}
+    without = [f" {library} is left out: {reason}." for library, reason in missing.items()]
+    return f"* `{name}`: {row['title']}.{''.join(without)}"
 
 
 def _losses(rows: Mapping[str, Any]) -> str:

@@ -24,7 +24,15 @@ import numpy as np
 
 from benchmarks.arrivals import EXCHANGE_CAPACITY as CAPACITY
 from benchmarks.arrivals import EXCHANGE_ROWS, exchange_batches
-from benchmarks.harness import Operation, Options, Row, Unavailable, UnequalWork, import_library
+from benchmarks.harness import (
+    Contestant,
+    Operation,
+    Options,
+    Row,
+    Unavailable,
+    UnequalWork,
+    import_library,
+)
 from benchmarks.peer_process import PeerError, PeerProcess, environment
 
 ADD, LARGE, STEP = "add with score", "large message", "training step"
@@ -102,7 +110,7 @@ def _steps(mode: str, exchange: bool) -> "TimedContestant":
     )
 
 
-class TimedContestant:
+class TimedContestant(Contestant):
     """Processes that time themselves."""
 
     def __init__(
@@ -134,10 +142,6 @@ class TimedContestant:
             )
 
         return {what: operation(*asked) for what, asked in self._calls.items()}
-
-    def facts(self) -> Mapping[str, str]:
-        """Returns nothing."""
-        return {}
 
 
 class AddContestant:

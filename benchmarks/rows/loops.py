@@ -21,7 +21,7 @@ Other rows:
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def _work() -> None:
         {str(number): [number] for number in range(8)}.get("7")
 
 
-class RingContestant:
+class RingContestant(Contestant):
     """NumPy arrays that are written in a circle, and drawn from uniformly."""
 
     def __init__(self, workload: Workload):
@@ -163,10 +163,6 @@ class RingContestant:
             "python sample": Operation(lambda calls: repeat_calls(self._sample, calls)),
         }
 
-    def facts(self) -> Mapping[str, str]:
-        """Returns none: it holds the data only."""
-        return {}
-
     def _add(self) -> None:
         slots = (self._next + np.arange(self._workload.add_size)) % self._workload.capacity
         for name, leaf in self._arrays.items():
@@ -178,7 +174,7 @@ class RingContestant:
         return {name: leaf[slots] for name, leaf in self._arrays.items()}
 
 
-class SinglesContestant:
+class SinglesContestant(Contestant):
     """Adds transitions that come one by one, a number of them together."""
 
     def __init__(self, capacity: int, together: int):
@@ -205,10 +201,6 @@ class SinglesContestant:
         spaced = _between(lambda calls: repeat_calls(self._add, calls))
         return {"python add": Operation(lambda calls: spaced(TOGETHER * calls), per_call=TOGETHER)}
 
-    def facts(self) -> Mapping[str, str]:
-        """Returns none."""
-        return {}
-
     def _add(self) -> None:
         number = self._count % TOGETHER
         for name, leaf in self._rows.items():
@@ -218,17 +210,6 @@ class SinglesContestant:
             self._buffer = jax.block_until_ready(jaxbuf.add(self._buffer, self._rows))
 
 
-class Replay(Protocol):
-    """The transitions of a loop of DQN."""
-
-    def add(self, transition: Mapping[str, Any]) -> None:
-        """Adds a transition."""
-
-    def sample(self) -> Mapping[str, Any]:
-        """Returns ``BATCH_SIZE`` transitions, drawn uniformly."""
-        ...
-
-
 def _transitions(rows: int) -> dict[str, np.ndarray]:
     leaves = {"obs": (4,), "next_obs": (4,), "reward": (), "terminated": ()}
     arrays = {name: np.zeros((rows, *shape), np.float32) for name, shape in leaves.items()}
@@ -236,7 +217,7 @@ def _transitions(rows: int) -> dict[str, np.ndarray]:
 
 
 class NumpyReplay:
-    """A ring of NumPy arrays."""
+    """A ring of NumPy arrays for single transitions."""
 
     def __init__(self, capacity: int):
         """Creates the arrays."""
@@ -244,13 +225,13 @@ class NumpyReplay:
         self._capacity, self._random = capacity, np.random.default_rng(0)
 
     def add(self, transition: Mapping[str, Any]) -> None:
-        """See `Replay`."""
+        """Adds a transition."""
         for name, leaf in self._arrays.items():
             leaf[self._count % self._capacity] = transition[name]
         self._count += 1
 
     def sample(self) -> Mapping[str, np.ndarray]:
-        """See `Replay`."""
+        """Returns ``BATCH_SIZE`` transitions, drawn uniformly."""
         slots = self._random.integers(min(self._count, self._capacity), size=BATCH_SIZE)
         return {name: leaf[slots] for name, leaf in self._arrays.items()}
 
@@ -268,7 +249,7 @@ class JaxbufReplay:
         self._split = jax.jit(lambda key: tuple(jax.random.split(key)))
 
     def add(self, transition: Mapping[str, Any]) -> None:
-        """See `Replay`."""
+        """See `NumpyReplay`."""
         for name, leaf in self._rows.items():
             leaf[self._count % self._together] = transition[name]
         self._count += 1
@@ -276,15 +257,15 @@ class JaxbufReplay:
             self._buffer = jaxbuf.add(self._buffer, self._rows)
 
     def sample(self) -> Mapping[str, jax.Array]:
-        """See `Replay`."""
+        """See `NumpyReplay`."""
         self._key, key = self._split(self._key)
         return jaxbuf.sample(self._buffer, key, BATCH_SIZE).data
 
 
-class DqnContestant:
+class DqnContestant(Contestant):
     """DQN on CartPole, with the network and the settings of ``cleanrl/dqn_jax.py``."""
 
-    def __init__(self, replay: Replay):
+    def __init__(self, replay: Any):
         """Creates the environment and the network, and takes the first steps."""
         gymnasium, linen = import_library("gymnasium"), import_library("flax.linen")
         optax = import_library("optax")
@@ -333,10 +314,6 @@ class DqnContestant:
                 lambda calls: repeat_calls(self._run, calls), per_call=STEPS_PER_UPDATE
             )
         }
-
-    def facts(self) -> Mapping[str, str]:
-        """Returns none."""
-        return {}
 
     def _run(self, steps: int = STEPS_PER_UPDATE) -> None:
         for _ in range(steps):

@@ -238,7 +238,7 @@ class CpprbSubject:
         self.buffer.update_priorities(slots, priority)
 
 
-class CpprbContestant:
+class CpprbContestant(Contestant):
     """cpprb on a prioritized replay job, from Python."""
 
     def __init__(self, workload: Workload):
@@ -287,10 +287,6 @@ class CpprbContestant:
             self._subject.buffer.sample(self._workload.sample_size)["indexes"]
             for _ in range(NUM_ARGUMENTS)
         ]
-
-    def facts(self) -> Mapping[str, str]:
-        """None: cpprb's memory lies in C++, where it does not say how much it takes."""
-        return {}
 
 
 class TorchrlSubject:

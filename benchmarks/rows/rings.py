@@ -49,7 +49,7 @@ def rows(options: Options) -> list[Row]:
     ]
 
 
-class RingsContestant:
+class RingsContestant(Contestant):
     """Adds to many rings.
 
     Attributes:
@@ -122,7 +122,3 @@ class RingsContestant:
             return self._add(state, self._turns[next(turn) % 67])
 
         return {OPERATION: Operation(functools.partial(repeat_in_place, self, add))}
-
-    def facts(self) -> Mapping[str, str]:
-        """Nothing."""
-        return {}

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import equality, peer_process
 from benchmarks.arrivals import Arrivals, BestModel, Source
 from benchmarks.harness import (
+    Contestant,
     Operation,
     Options,
     Row,
@@ -80,15 +81,12 @@ def test_peer_process_answers_and_survives_its_own_errors(toy):
 def test_peer_process_takes_turns_in_a_row(toy):
     asked = []
 
-    class Here:
+    class Here(Contestant):
         def verify(self):
             pass
 
         def operations(self):
             return {"wait": Operation(lambda calls: asked.append(toy.call("count")) or 1e-3)}
-
-        def facts(self):
-            return {}
 
     class There(Here):
         def operations(self):

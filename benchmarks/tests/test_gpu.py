@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import equality, gpu, limits, page
-from benchmarks.harness import Operation, Options, Row, UnequalWork
+from benchmarks.harness import Contestant, Operation, Options, Row, UnequalWork
 from benchmarks.jax_loops import JaxSubject
 from benchmarks.rows import per
 from benchmarks.transitions import CARTPOLE, MAX_SERIAL
@@ -36,7 +36,7 @@ def test_the_last_of_several_updates_of_a_slot_has_to_win(subject, monkeypatch):
         gpu.check_duplicates(subject)
 
 
-class Timed:
+class Timed(Contestant):
     """Does nothing, in no time."""
 
     def verify(self):
@@ -44,9 +44,6 @@ class Timed:
 
     def operations(self):
         return {"scan add": Operation(lambda calls: 1e-3 * calls)}
-
-    def facts(self):
-        return {}
 
 
 def test_the_program_checks_and_then_writes_what_it_measured(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import limits
-from benchmarks.harness import Operation, Options, Row, Timing, merged, run_row
+from benchmarks.harness import Contestant, Operation, Options, Row, Timing, merged, run_row
 from benchmarks.jax_loops import ReplayContestant
 from benchmarks.programs import compiled
 from benchmarks.rows import per
@@ -73,7 +73,7 @@ def test_rows_report_floors():
 
 
 def test_runs_are_merged_with_their_medians():
-    class Timed:
+    class Timed(Contestant):
         def __init__(self, seconds):
             self.seconds = seconds
 
@@ -82,9 +82,6 @@ def test_runs_are_merged_with_their_medians():
 
         def operations(self):
             return {"wait": Operation(lambda calls: calls * self.seconds())}
-
-        def facts(self):
-            return {}
 
     speed = {"peer": 2.0}
     row = Row(

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import __main__ as program
 from benchmarks import limits, page, report
-from benchmarks.harness import Operation, Options, Row, RowResult, Timing, UnequalWork
+from benchmarks.harness import Contestant, Operation, Options, Row, RowResult, Timing, UnequalWork
 from benchmarks.rows import all_rows
 
 
@@ -74,7 +74,7 @@ def test_what_moved(new, line):
     assert not report.moved({}, rows(new))
 
 
-class Toy:
+class Toy(Contestant):
     """Takes as long as it is told."""
 
     seconds = 1.0
@@ -84,9 +84,6 @@ class Toy:
 
     def operations(self):
         return {name: Operation(lambda calls: self.seconds * calls) for name in ("add", "sample")}
-
-    def facts(self):
-        return {}
 
 
 class Slow(Toy):
