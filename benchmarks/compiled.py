@@ -409,7 +409,7 @@ class Arguments:
     Attributes:
         device: For an NVIDIA GPU, or for a TPU.
         only: Compile what this regular expression is found in, as BUFFER/SLOTS/OPERATION.
-        write: Write the table into this CSV file.
+        write: Write the table into this file, such as `benchmarks/results/compiled-tpu.csv`.
         check: Compile all operations of the contract suite for a TPU, and count nothing.
     """
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
+from benchmarks.report import aligned
 from jaxbuf.testing import hlo
 
 SHARDS = 8
@@ -201,12 +202,6 @@ def hosted(options: argparse.Namespace) -> list[list[str]]:
     ]
 
 
-def markdown(header: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [header, ["---"] * len(header), *table]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and prints two tables."""
     parser = argparse.ArgumentParser("python -m benchmarks.devices", description=__doc__)
@@ -230,8 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{jax.device_count()} × {jax.devices()[0].device_kind}, jax {jax.__version__}")
     print(f"{options.capacity:,} items in all, batches of {options.batch}\n")
     header = ["buffer", "devices", "exchange", "shards", "collectives", "bytes", "µs"]
-    print(markdown(header, sharded(options)))
-    print(f"\n{markdown(['Hosted', 'µs a step'], hosted(options))}")
+    print(aligned(header, sharded(options)))
+    print(f"\n{aligned(['Hosted', 'µs a step'], hosted(options))}")
     return 0
 
 

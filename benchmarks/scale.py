@@ -26,7 +26,8 @@ import jax
 import numpy as np
 
 import jaxbuf
-from benchmarks.devices import collectives, markdown
+from benchmarks.devices import collectives
+from benchmarks.report import aligned
 from jaxbuf.wrappers.sharded.exchange import at_once, width_of_round
 
 COMPILED = (8, 16, 32, 64)
@@ -119,7 +120,7 @@ def main() -> None:
             print(".", end="", file=sys.stderr, flush=True)
     print("\nBytes that come to a device, and operations a row\n")
     header = ["program", "devices", "rows", "bytes a row", "collectives", "compiled", "formula"]
-    print(markdown([*header, "operations"], table))
+    print(aligned([*header, "operations"], table))
 
 
 if __name__ == "__main__":
