@@ -70,6 +70,7 @@ from jaxbuf.core.native import native_available
 from jaxbuf.core.program import compiler_options
 from jaxbuf.core.slots import Slots
 from jaxbuf.io.checkpoint import load, save
+from jaxbuf.io.conversion import convert_store
 from jaxbuf.io.minari_dataset import from_minari, to_minari
 from jaxbuf.io.store import Store, StoreBatch
 from jaxbuf.monitoring.memory import MemoryReport, explain_memory
@@ -164,6 +165,7 @@ __all__ = [
     "add",
     "clear",
     "compiler_options",
+    "convert_store",
     "dequeue",
     "diverse_reward_prioritized",
     "drop_newest_episode",

@@ -67,11 +67,11 @@ def expert(obs, rng):
 # %% [markdown]
 # ## A dataset on disk
 #
-# A `Store` is a folder of compressed arrays. `append` returns when the rows are on disk, and an
-# interruption does not affect earlier rows. Rows never change their numbers.
+# A `Store` is a folder of files of rows, here compressed. `append` returns when the rows are on
+# disk, and an interruption does not affect earlier rows. Rows never change their numbers.
 
 # %%
-store = jaxbuf.Store(f"{folder.name}/expert", example)
+store = jaxbuf.Store(f"{folder.name}/expert", example, compress=True)
 for step in play(expert, 1_000, seed=0):
     store.append(step.transitions, mask=step.mask)
 

@@ -8,8 +8,10 @@ a refusal of the others says.
 import dataclasses
 import functools
 import importlib.util
+import pathlib
 import tempfile
 import types
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -343,6 +345,13 @@ def saved():
     path = folder()
     jaxbuf.save(path, THINGS.plain)
     return path
+
+
+def old_store():
+    path = folder()
+    file = pathlib.Path(__file__).with_name("io") / "stores_0_3_0.zip"
+    zipfile.ZipFile(file).extractall(path)
+    return f"{path}/renewed"
 
 
 @functools.cache
@@ -813,9 +822,16 @@ CALLS: dict[str, Call] = {
     ),
     "Store": call(
         lambda **options: jaxbuf.Store(**options).close(),
-        "mode chunk cache_bytes",
+        "mode chunk compress cache_bytes",
         path=(folder(), "folder"),
         example=(step(), "example on disk"),
+        host=True,
+    ),
+    "convert_store": call(
+        lambda **options: jaxbuf.convert_store(new=f"{folder()}/new", **options),
+        "compress",
+        old=(old_store(), "folder"),
+        example=(np.float32(0), "example on disk"),
         host=True,
     ),
     "Store.append": on_store(

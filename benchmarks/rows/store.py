@@ -1,9 +1,9 @@
-"""Random batches of rows that a `jaxbuf.Store` has in its cache, against arrays in memory.
+"""Random batches of rows of a `jaxbuf.Store` that are in memory, against arrays in memory.
 
-* **jaxbuf**: `Store.read` of 256 row numbers. All chunks have been read before, and fit the cache.
+* **jaxbuf**: `Store.read` of 256 row numbers. All files have been read before.
 * **numpy**: the rows of an array for each leaf, by an index.
 
-The folder is on disk and removed with the contestant. No row is read from it while times are taken.
+The folder is on disk and removed with the contestant.
 """
 
 import itertools
@@ -47,7 +47,7 @@ class Contestant:
         if stored:
             jaxbuf = import_library("jaxbuf")
             self._folder = tempfile.TemporaryDirectory()
-            store = jaxbuf.Store(self._folder.name, transitions.example, cache_bytes=2**30)
+            store = jaxbuf.Store(self._folder.name, transitions.example)
             store.append(self._items)
             store.read(slice(None))
             self.read = store.read

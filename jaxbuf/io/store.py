@@ -1,10 +1,10 @@
 """A dataset on disk, for more items than memory holds.
 
-Each leaf is a zarr array. ``rows.json`` says how many rows there are, and ``deleted.json`` which of
-them are deleted. They are replaced atomically, after rows are written and before the space of
-deleted rows is freed, so that an interruption never affects earlier rows. Only the rows
-that these two files record are checked, by the checksums of the rows in each chunk. Anything else
-in the folder may be left over from a killed writer, or just written by another process.
+The rows are in files of their own, see ``rows``. ``rows.json`` says how many rows there are, and
+``deleted.json`` which of them are deleted. They are replaced atomically, after rows are written and
+before the space of deleted rows is freed, so that an interruption never affects earlier rows.
+Anything else in the folder may be left over from a killed writer, or just written by another
+process.
 """
 
 import atexit
@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import IO, Any, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,24 +35,19 @@ from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.sizes import MOST_ON_HOST, MOST_ROWS, check_count
 from jaxbuf.core.types import Arrays
 from jaxbuf.io import records, structure, zarr
-from jaxbuf.io.cache import ChunkCache
-from jaxbuf.io.checksums import Checksums, Newest, checksum
-from jaxbuf.io.order import padded, steps_in_order
+from jaxbuf.io.order import steps_in_order
 from jaxbuf.io.passes import Passes
 from jaxbuf.io.ranges import Ranges
 from jaxbuf.io.records import Record
+from jaxbuf.io.rows import RowFiles, damage
 from jaxbuf.io.structure import KeyPath
-
-if TYPE_CHECKING:
-    from tensorstore import TensorStore, WriteFutures
 
 Buffer = TypeVar("Buffer", bound=Any)
 
-_FORMAT = 3
-_CHUNK_BYTES = 2**16
-_MOST_CHUNK_BYTES = 2**31
-# Bytes that are read, or written, at a time, whatever the cache can keep.
-_READ_BYTES = 2**24
+_FORMAT = 4
+# Bytes of rows in a file by default, and with ``compress``.
+_FILE_BYTES, _COMPRESSED_BYTES = 2**24, 2**16
+_MOST_FILE_BYTES = 2**31
 
 # Indices of rows, as NumPy would accept them for an array of all rows.
 Rows: TypeAlias = (
@@ -69,6 +64,7 @@ _PinnedRows: TypeAlias = tuple[Int[np.ndarray, " B"], list[int]]
 
 # Iterators over batches, which are closed before the program ends, while all modules still exist.
 _iterators: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
+_stores: "weakref.WeakSet[Store]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -77,6 +73,16 @@ def _finish() -> None:
         # Another thread may be using it.
         with contextlib.suppress(ValueError):
             batches.close()
+
+
+def _only_read() -> None:
+    """Lets a forked process read: its parent goes on to write, and may hold the mutex just now."""
+    for store in _stores:
+        store._mutex = threading.RLock()  # pyright: ignore[reportPrivateUsage]
+        store._lock = None  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_only_read)
 
 
 class StoreBatch(NamedTuple):
@@ -120,30 +126,6 @@ class StoreBatches(Iterator[StoreBatch]):
         self._batches.close()
 
 
-class _Recorded(NamedTuple):
-    """The rows that ``rows.json`` records.
-
-    Attributes:
-        size: The number of rows.
-        newest: The checksums of the newest chunks.
-    """
-
-    size: int
-    newest: Newest
-
-
-class _Committed(NamedTuple):
-    """The rows that the files of a store record.
-
-    Attributes:
-        rows: All of them.
-        deleted: The deleted ones.
-    """
-
-    rows: _Recorded
-    deleted: Ranges
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _EpochRows:
     """The rows that an iterator over epochs draws.
@@ -158,7 +140,7 @@ class _EpochRows:
 
 
 class Store:
-    """Items on disk in the order in which they were appended, compressed.
+    """Items on disk in the order in which they were appended.
 
     Unlike a buffer it is not a pytree but a handle on a folder, for the host side of a program.
     Row numbers never change. An append is on disk once it returns; one that was killed has no
@@ -169,29 +151,43 @@ class Store:
     store.
 
     A store can be pickled, for example for the workers of a data loader. Each process that gets it
-    opens the folder anew with ``mode="r"``, and so with the rows that are there by then. Start
-    these processes with ``spawn`` or ``forkserver``, as in
+    opens the folder anew with ``mode="r"``, and so with the rows that are there by then. A process
+    that was forked may read with the store of its parent, and not write. With ``compress`` start
+    processes with ``spawn`` or ``forkserver``, as in
     ``torch.utils.data.DataLoader(..., multiprocessing_context="spawn")``: tensorstore aborts the
-    child of a ``fork`` that uses a ``Store`` or ``jaxbuf.load`` if its parent has used one before.
+    child of a ``fork`` that uses it if its parent has used it before, also by ``jaxbuf.load``.
 
     The store keeps the dtypes of the example, including those of 64 bits, regardless of
-    ``jax_enable_x64``. The rows of every chunk have a checksum. A damaged or missing file raises an
-    error that names it, at the latest when its rows are read, and is never overwritten.
+    ``jax_enable_x64``. Each row has a checksum, which includes its number. A damaged or missing
+    file raises an error that names it, at the latest when its rows are read, and is never
+    overwritten. Bytes behind the newest row are no damage. Files are mapped to memory, so do not
+    shorten one by other means while a process has the store open: that ends the process.
+
+    A file ``rows/0.npy`` holds ``chunk`` rows, and ``np.load(file, mmap_mode="r")`` opens it
+    without jaxbuf. Its fields are the key paths of the leaves, such as ``"['obs']"``, or ``item``
+    if an item is a single array; and ``jaxbuf.checksum``. Dtypes that NumPy's format lacks, such as
+    bfloat16, are bytes in it: ``store.json`` names them. ``rows.json`` says how many rows count.
 
     Args:
         path: The folder. It is created if needed.
         example: One unbatched item: arrays of NumPy or JAX, or ``jax.ShapeDtypeStruct``. For an
             existing store it must match the example that it was created with.
         mode: ``"a"`` to read and append, ``"r"`` to only read.
-        chunk: Number of rows that are compressed and read together: small for random batches,
-            large for long ranges. By default they take about 64 KiB before compression, which suits
-            random batches. An existing store keeps its own.
-        cache_bytes: The most memory for chunks that were read. Rows of these are read again without
-            any file, about as fast as from an array.
+        chunk: Number of rows in a file, whose space is freed once all of them are deleted. By
+            default they take about 16 MiB. With ``compress`` they are read together: about 64 KiB,
+            the default, suit random batches, and more suit long ranges. An existing store keeps its
+            own.
+        compress: Whether files are compressed once they are full. They take less space, and random
+            batches take many times as long unless they are in memory. An existing store goes on as
+            it was created.
+        cache_bytes: The most memory for files that were decompressed. Rows of these are read again
+            without any file, about as fast as from an array. Without ``compress`` all rows are
+            read through the cache of the operating system.
 
     Raises:
         ValueError: If the folder holds a store of other items or other files, the store is damaged
-            or has another format, another process writes to it, or an argument is illegal.
+            or has another format, another process writes to it, or an argument is illegal. A store
+            of an earlier version goes on as ``jaxbuf.convert_store`` copies it.
         FileNotFoundError: If ``mode`` is ``"r"`` and there is no store.
 
     Example:
@@ -214,14 +210,14 @@ class Store:
         *,
         mode: Literal["a", "r"] = "a",
         chunk: int | None = None,
+        compress: bool = False,
         cache_bytes: int = 2**26,
     ) -> None:
         checks.check_choice("mode", mode, ("a", "r"))
         self._folder = checks.check_path("path", path).resolve()
-        self._like = _like(example)
-        self._likes: list[jax.ShapeDtypeStruct]
-        self._likes, self._treedef = jax.tree.flatten(self._like)
-        self._names = [*structure.leaf_types(self._like, "")]
+        checks.check_flag("compress", compress)
+        self._like = like_of(example)
+        self._likes = structure.rows_by_name(self._like)
         self._cache_bytes = check_count("cache_bytes", cache_bytes, 0, MOST_ON_HOST)
         self._pins: collections.Counter[int] = collections.Counter()
         self._epochs_in_use: list[_EpochRows] = []
@@ -231,20 +227,18 @@ class Store:
         if mode == "a":
             self._lock = self._take_lock(path)
         try:
-            self._arrays: list[TensorStore] = []
-            self._folders: list[Path] = []
-            self._chunk = self._open_or_create(path, chunk)
-            self._checksums = Checksums(self._folder / "checksums", len(self._likes), self._chunk)
-            self._cache = ChunkCache(self._likes, self._chunk, self._cache_bytes)
-            self._recorded, self._deleted = self._checked()
-            self._cache.reserve(self._count(self._rows))
+            self._chunk, self._files = self._open_or_create(path, chunk, compress)
+            self._rows, self._deleted = self._checked()
+            self._files.full = self._rows // self._chunk
             # Whether an append failed, or was interrupted, since rows.json was written.
             self._unfinished = False
-            # Chunks without live rows, whose files may still exist.
+            # Files without live rows, which may still exist.
             self._empty: set[int] = set()
             if mode == "a":
-                self._find_empty(self._chunks_on_disk())
+                self._files.remove_leftovers()
+                self._find_empty(self._files.numbers())
                 self._free()
+            _stores.add(self)
         except BaseException:
             self.close()
             raise
@@ -253,10 +247,6 @@ class Store:
         item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._like)
         reopen = functools.partial(Store, mode="r", cache_bytes=self._cache_bytes)
         return reopen, (self._folder, item)
-
-    @property
-    def _rows(self) -> int:
-        return self._recorded.size
 
     def __len__(self) -> int:
         """Returns the number of rows appended so far, including deleted ones."""
@@ -275,7 +265,7 @@ class Store:
 
     @property
     def chunk(self) -> int:
-        """The number of rows that are compressed together."""
+        """The number of rows in a file."""
         return self._chunk
 
     def close(self) -> None:
@@ -306,7 +296,7 @@ class Store:
         Raises:
             ValueError: If a structure, shape or dtype differs from the example, a number does not
                 fit its dtype, ``start`` leaves a gap, the store is open for reading only, or the
-                chunk to append to is damaged.
+                file to append to is damaged.
             OSError: If the rows cannot be written, such as to a full disk. The store remains as it
                 was.
         """
@@ -373,6 +363,8 @@ class Store:
     def read(self, rows: Rows) -> PyTree[np.ndarray]:
         """Reads rows.
 
+        They are not pinned: if another thread deletes them meanwhile, this may raise an error.
+
         Args:
             rows: Row numbers of any shape ``[...]``, such as the numbers that each chunk of
                 fragments in a buffer refers to; a boolean mask of all rows, ``[len(store)]``; or a
@@ -387,13 +379,8 @@ class Store:
             ValueError: If ``rows`` is something else, or the data on disk is damaged.
         """
         numbers = self._numbers(rows)
-        with self._mutex:
-            self._check_readable(numbers, self._deleted)
-            cached = self._cached(numbers)
-        if cached is not None:
-            return cached
-        with self.pin(numbers):
-            return self._read(numbers)
+        self._check_readable(numbers, self._deleted)
+        return self._read(numbers)
 
     def pin(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
         """Keeps rows on disk while the context lasts, even if they are deleted.
@@ -410,8 +397,9 @@ class Store:
     def delete(self, rows: Rows) -> None:
         """Deletes rows permanently.
 
-        They are not drawn any more. Their space on disk is freed once all rows of a chunk are
-        deleted and none of them is pinned, so that batches that were already drawn can be read.
+        They are not drawn any more. Their space on disk is freed a file at a time: once all its
+        ``chunk`` rows are deleted and none of them is pinned, so that batches that were already
+        drawn can be read, and once no other process that has read from the file has it open.
 
         Args:
             rows: Row numbers, a mask or a slice, as for ``read``; rows that are deleted already
@@ -687,144 +675,47 @@ class Store:
         """Returns rows in the dtypes of the store."""
         return [
             numbers.convert(leaf, f"items{name}", like.dtype)
-            for name, leaf, like in zip(self._names, leaves, self._likes, strict=True)
+            for leaf, (name, like) in zip(leaves, self._likes.items(), strict=True)
         ]
 
     def _append(
         self, count: int, read: Callable[[int, int], list[Shaped[np.ndarray, "B ..."]]]
     ) -> None:
-        """Writes rows, some chunks at a time, and then commits them.
+        """Writes rows, some at a time, and then commits them.
 
         Args:
             count: Their number.
             read: Returns the leaves of the rows from one number to before another.
         """
-        rows, size = self._rows, self._chunk
-        stop = rows + count
+        rows, at_once = self._rows, self._files.block
         if self._unfinished:
-            self._remove_locks()
+            self._files.remove_leftovers()
             # Otherwise rows.json might record rows that are about to be replaced.
-            self._commit_rows(self._recorded)
-        first, last = rows // size, (stop - 1) // size
-        before = jax.tree.leaves(self._read(np.arange(first * size, rows)))
+            self._commit_rows(rows)
         self._unfinished = True
-        words: list[list[int]] = []
-        parts: list[Shaped[np.ndarray, "C ..."]] = []
-        at_once = max(_READ_BYTES // max(self._chunk_bytes(size), 1), 1)
-        for begin in range(first, last + 1, at_once):
-            chunks = range(begin, min(begin + at_once, last + 1))
-            start = max(begin * size, rows)
-            leaves = read(start - rows, min(chunks.stop * size, stop) - rows)
-            if start > begin * size:
-                leaves = [np.concatenate(pair) for pair in zip(before, leaves, strict=True)]
-            # Other bytes than 0 and 1, which NumPy takes for True, could not be read again.
-            leaves = [x.view(np.uint8) != 0 if x.dtype == bool else x for x in leaves]
-            writes: list[WriteFutures] = []
-            for chunk in chunks:
-                offset = (chunk - begin) * size
-                parts = [leaf[offset : offset + size] for leaf in leaves]
-                words.append([0] * len(parts))
-                for folder, part in zip(self._folders, parts, strict=True):
-                    words[-1][int(folder.name)] = checksum(part)
-                # A chunk is written as a whole, so that nothing depends on what its file has now.
-                parts = [padded(part, size) for part in parts]
-                for array, part in zip(self._arrays, parts, strict=True):
-                    if part.size:
-                        whole = array[chunk * size : (chunk + 1) * size]
-                        writes.append(whole.write(part.view(zarr.disk_dtype(part.dtype))))
-            zarr.finish(writes)
-        self._cache.reserve(last + 1)
-        self._cache.remove(first)
-        newest = self._checksums.append(self._recorded.newest, rows, words, stop)
-        self._commit_rows(_Recorded(stop, newest))
-        self._cache.insert([last], parts)
-
-    def _cached(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray] | None:
-        """Returns rows if all of them are in memory."""
-        positions = self._cache.find(rows)
-        if positions.size and positions.min() < 0:
-            return None
-        return self._treedef.unflatten(self._cache.gather(positions))
+        for start in range(0, count, at_once):
+            self._files.write(rows + start, read(start, min(start + at_once, count)))
+        self._commit_rows(rows + count)
+        self._files.record(rows + count)
 
     def _read(self, rows: Int[np.ndarray, " ..."]) -> PyTree[np.ndarray]:
-        """Returns rows, which must be pinned."""
         flat = rows.reshape(-1)
-        leaves = [np.empty((flat.size, *x.shape[1:]), x.dtype) for x in self._likes]
-        with self._mutex:
-            positions = self._cache.find(flat)
-            is_cached = positions >= 0
-            for leaf, cached in zip(leaves, self._cache.gather(positions[is_cached]), strict=True):
-                leaf[is_cached] = cached
-            recorded = self._recorded
-        missing = np.flatnonzero(~is_cached)
-        missing = missing[np.argsort(flat[missing], kind="stable")]
-        needed, starts = np.unique(flat[missing] // self._chunk, return_index=True)
-        stops = np.append(starts, len(missing))
-        at_once = max(_READ_BYTES // max(self._chunk_bytes(self._chunk), 1), 1)
-        for start in range(0, len(needed), at_once):
-            chunks = needed[start : start + at_once]
-            targets = missing[stops[start] : stops[start + len(chunks)]]
-            try:
-                loaded = self._load(chunks.tolist(), recorded)
-            except ValueError as error:
-                if self._lock is None:
-                    # The writer may have deleted them since this store was opened.
-                    deleted = flat[targets][self._committed().deleted.contains(flat[targets])]
-                    if deleted.size:
-                        raise IndexError(f"row {deleted[0]} was deleted") from error
-                raise
-            number, offset = np.divmod(flat[targets], self._chunk)
-            positions = np.searchsorted(chunks, number) * self._chunk + offset
-            for leaf, part in zip(leaves, loaded, strict=True):
-                leaf[targets] = part[positions]
-            with self._mutex:
-                # Otherwise the last chunk may have been replaced by a longer one.
-                if self._recorded is recorded or chunks[-1] < recorded.size // self._chunk:
-                    self._cache.insert(chunks.tolist(), loaded)
-        leaves = [leaf.reshape((*rows.shape, *leaf.shape[1:])) for leaf in leaves]
-        return self._treedef.unflatten(leaves)
-
-    def _load(self, chunks: list[int], recorded: _Recorded) -> list[Shaped[np.ndarray, "N ..."]]:
-        """Reads whole chunks from disk, one after the other.
-
-        Args:
-            chunks: Their numbers.
-            recorded: The rows whose checksums are compared.
-
-        Raises:
-            ValueError: If they are damaged.
-        """
-        size, i = self._chunk, 0
-        # Nothing is on disk of a leaf of size 0.
-        stored = [i for i, like in enumerate(self._likes) if like.size]
         try:
-            words = [self._checksums.of(chunk, recorded.newest, recorded.size) for chunk in chunks]
-            for i, chunk in itertools.product(stored, chunks):
-                zarr.check_file(self._file(i, chunk), self._leaf_bytes(i, size))
-            leaves = [
-                np.empty((len(chunks) * size, *like.shape[1:]), like.dtype) for like in self._likes
-            ]
-            reads = [
-                (i, j, self._arrays[i][chunk * size : (chunk + 1) * size].read())
-                for i, (j, chunk) in itertools.product(stored, enumerate(chunks))
-            ]
-            # Most reads have ended when the last one has, so that this thread seldom waits.
-            for i, j, read in reversed(reads):
-                part = leaves[i][j * size : (j + 1) * size]
-                part[...] = np.asarray(read.result()).view(part.dtype)
-                word = words[j][int(self._folders[i].name)]
-                if word and word != checksum(part[: recorded.size - chunks[j] * size]):
-                    name = Path(self._file(i, chunks[j])).name
-                    raise ValueError(f"chunk {name} is not the one that was written there")
+            leaves = self._files.read(flat)
         except ValueError as error:
-            raise self._damage(f"{self._names[i]}: {zarr.reason(error)}") from error
-        return leaves
+            # They may have been deleted since.
+            deleted = flat[self._committed()[1].contains(flat)]
+            if deleted.size:
+                raise IndexError(f"row {deleted[0]} was deleted") from error
+            raise
+        leaves = [leaf.reshape((*rows.shape, *leaf.shape[1:])) for leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
 
     def _for_jax(self, rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
         """Returns rows in the dtypes of JAX arrays, which may be narrower."""
         leaves = [
             numbers.convert(leaf, f"data{name}", jax.dtypes.canonicalize_dtype(leaf.dtype))
-            for name, leaf in zip(self._names, jax.tree.leaves(rows), strict=True)
+            for name, leaf in zip(self._likes, jax.tree.leaves(rows), strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(rows), leaves)
 
@@ -855,8 +746,7 @@ class Store:
             if not self._pins[chunk] and not self._is_needed(chunk):
                 # What cannot be removed now is tried again later.
                 with contextlib.suppress(OSError):
-                    for i in range(len(self._likes)):
-                        Path(self._file(i, chunk)).unlink(missing_ok=True)
+                    self._files.remove(chunk)
                     self._empty.remove(chunk)
 
     def _is_needed(self, chunk: int) -> bool:
@@ -871,232 +761,115 @@ class Store:
         if not self.live:
             raise ValueError("the store is empty; append to it first")
 
-    def _commit_rows(self, rows: _Recorded) -> None:
+    def _commit_rows(self, rows: int) -> None:
         """Records the number of rows on disk, and then in this object."""
-        record = {"format": _FORMAT, "rows": rows.size, "checksums": rows.newest._asdict()}
-        records.write(self._folder / "rows.json", record)
-        self._recorded = rows
-        self._unfinished = False
+        records.write(self._folder / "rows.json", {"rows": rows})
+        self._rows, self._unfinished = rows, False
 
     def _commit_deleted(self, deleted: Ranges) -> None:
         """Records the deleted rows on disk, and then in this object."""
         records.write(self._folder / "deleted.json", {"deleted": deleted.encode()})
         self._deleted = deleted
 
-    def _committed(self) -> _Committed:
-        """Returns the rows that the files record.
+    def _committed(self) -> tuple[int, Ranges]:
+        """Returns the number of rows that the files record, and the deleted ones.
 
         Raises:
             ValueError: If the files are damaged.
         """
-        deleted = self._record("deleted.json").get("deleted")
+        deleted = read_record(self._folder, "deleted.json").get("deleted")
         # Read last, since the deleted rows may include rows that were appended in between.
-        record = self._record("rows.json")
-        rows = record.get("rows")
+        rows = read_record(self._folder, "rows.json").get("rows")
         if type(rows) is not int or not 0 <= rows <= zarr.MOST_ROWS:
-            raise self._damage(f"rows.json has the number of rows {str(rows)[:40]}")
+            raise damage(self._folder, f"rows.json has the number of rows {str(rows)[:40]}")
         try:
-            runs = Ranges.parse(deleted, rows)
+            return rows, Ranges.parse(deleted, rows)
         except ValueError as error:
-            raise self._damage(
-                "the rows that are deleted in deleted.json are not rows of it"
+            raise damage(
+                self._folder, "the rows that are deleted in deleted.json are not rows of it"
             ) from error
-        try:
-            newest = self._checksums.parse(record["checksums"], rows)
-        except (ValueError, TypeError, KeyError) as error:
-            raise self._damage("the checksums in rows.json are not those of its rows") from error
-        return _Committed(_Recorded(rows, newest), runs)
 
-    def _checked(self) -> _Committed:
-        """Returns the rows that the files record, if there are about as many chunks.
+    def _checked(self) -> tuple[int, Ranges]:
+        """Returns what the files record, if there are about as many files of rows.
 
         Raises:
             ValueError: If there are far fewer.
         """
-        committed = self._committed()
-        while not self._has_files(committed):
-            again = self._committed()
-            if (again.rows, len(again.deleted)) == (committed.rows, len(committed.deleted)):
-                count = committed.rows.size
-                raise self._damage(f"there are no files for the {count} rows in rows.json")
-            # A writer has freed space in between.
-            committed = again
-        return committed
-
-    def _has_files(self, committed: _Committed) -> bool:
-        """Returns whether there are files for the live rows, without listing these rows."""
-        sizes = [like.size for like in self._likes]
-        bounds, size, rows = committed.deleted.bounds, self._chunk, committed.rows.size
-        newest = rows - 1
-        if len(bounds) and bounds[-1, 1] == rows:
-            newest = int(bounds[-1, 0]) - 1
-        if not any(sizes) or newest < 0:
-            return True
-        i = sizes.index(max(sizes))
-        if os.path.exists(self._file(i, newest // size)):
-            return True
-        # A few missing files are tolerated here; reading their rows raises an error.
+        # Read first, since a writer may append and free space meanwhile.
+        before, _ = self._committed()
+        files = len(self._files.numbers())
+        rows, deleted = self._committed()
+        size, bounds = self._chunk, deleted.bounds
         freed = np.maximum(bounds[:, 1] // size - -(-bounds[:, 0] // size), 0).sum()
-        return self._count(rows) - freed <= 2 * len(zarr.file_sizes(self._folders[i])) + 1
+        # A few missing files are tolerated here; reading their rows raises an error.
+        if -(-before // size) - freed > 2 * files + 1:
+            raise damage(self._folder, f"there are no files for the {before} rows in rows.json")
+        return rows, deleted
 
-    def _count(self, rows: int) -> int:
-        """Returns the number of chunks of ``rows`` rows."""
-        return -(-rows // self._chunk)
-
-    def _chunks_on_disk(self) -> Int[np.ndarray, " C"]:
-        """Returns the numbers of chunks with a file of any leaf."""
-        names = {name for folder in self._folders for name in zarr.file_sizes(folder)}
-        digits = {name.partition(".")[0] for name in names}
-        most = self._count(self._rows)
-        return np.asarray([int(x) for x in digits if x.isdecimal() and int(x) < most], np.int64)
-
-    def _file(self, i: int, chunk: int) -> str:
-        """Returns the file of a chunk of leaf ``i``."""
-        zeros = ".0" * (len(self._likes[i].shape) - 1)
-        return f"{self._folders[i]}/{chunk}{zeros}"
-
-    def _record(self, name: str) -> Record:
-        try:
-            record, intact = records.read(self._folder / name)
-        except FileNotFoundError as error:
-            raise self._damage(f"{name} is missing") from error
-        except ValueError as error:
-            raise self._damage(f"{name} is no JSON object") from error
-        version = record.get("format", _FORMAT)
-        # A store that version 0.3.0 wrote anew keeps its first description.
-        if version != _FORMAT and (version != 2 or name != "store.json"):
-            advice = {"1": "; version 0.1.0 reads it", "2": "; opened for writing, 0.3.0 renews it"}
-            raise ValueError(
-                f"the store {self._folder} has format {version}; this version of jaxbuf reads "
-                f"format {_FORMAT}{advice.get(str(version), '')}"
-            )
-        if not intact:
-            raise self._damage(f"{name} is not what was written")
-        return record
-
-    def _damage(self, reason: str) -> ValueError:
-        return ValueError(f"the store {self._folder} is damaged: {reason}")
-
-    def _open_or_create(self, path: str | os.PathLike[str], chunk: int | None) -> int:
-        leaves: Record = {}
-        for name, leaf in structure.leaf_types(self._like, "").items():
-            if structure.is_key(leaf.dtype):
-                raise ValueError(f"example{name} is a PRNG key; store its jax.random.key_data")
-            leaves[name] = {"shape": [*leaf.shape[1:]], "dtype": leaf.dtype}
+    def _open_or_create(
+        self, path: str | os.PathLike[str], chunk: int | None, compress: bool
+    ) -> tuple[int, RowFiles]:
         if (self._folder / "store.json").exists():
-            return self._open(leaves)
+            return self._open()
         self._check_new()
         if self._lock is None:
             raise FileNotFoundError(f"there is no store in {path}")
-        return self._create(leaves, chunk)
+        return self._create(chunk, compress)
 
-    def _open(self, leaves: Record) -> int:
-        record = self._record("store.json")
-        stored, chunk = record.get("leaves"), record.get("chunk")
-        if type(chunk) is not int or chunk < 1 or self._most_bytes(chunk) > _MOST_CHUNK_BYTES:
-            raise self._damage(f"store.json has chunks of {str(chunk)[:40]} rows")
-        if not isinstance(stored, dict) or not all(isinstance(x, dict) for x in stored.values()):
-            raise self._damage("store.json does not say what rows are")
-        self._compare(stored, leaves)
-        try:
-            self._open_arrays(stored, chunk)
-        except ValueError as error:
-            raise self._damage(str(error)) from error
-        if self._lock is not None:
-            self._remove_locks()
-        return chunk
+    def _open(self) -> tuple[int, RowFiles]:
+        record = read_record(self._folder, "store.json")
+        stored, chunk, compress = (record.get(name) for name in ("leaves", "chunk", "compress"))
+        if type(chunk) is not int or chunk < 1 or self._row_bytes * chunk > _MOST_FILE_BYTES:
+            raise damage(self._folder, f"store.json has files of {str(chunk)[:40]} rows")
+        if type(compress) is not bool:
+            raise damage(self._folder, "store.json does not say whether rows are compressed")
+        structure.check_rows(stored, self._likes, f"the store {self._folder}")
+        options = (self._likes, chunk, compress, self._cache_bytes)
+        return chunk, RowFiles(self._folder, *options, order=stored)
 
-    def _remove_locks(self) -> None:
-        """Removes files of chunks that a killed or failed writer has not finished.
-
-        tensorstore would overwrite the beginning of such a file and keep the rest.
-        """
-        for folder in self._folders:
-            with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.name.endswith(".__lock") and not entry.is_dir(follow_symlinks=False):
-                        Path(entry).unlink(missing_ok=True)
-
-    def _chunk_bytes(self, chunk: int) -> int:
-        """Returns the size of a chunk of all leaves."""
-        return sum(self._leaf_bytes(i, chunk) for i in range(len(self._likes)))
-
-    def _leaf_bytes(self, i: int, chunk: int) -> int:
-        return chunk * self._likes[i].size * self._likes[i].dtype.itemsize
-
-    def _most_bytes(self, chunk: int) -> int:
-        """Returns the size of the largest chunk of a leaf."""
-        return max(self._leaf_bytes(i, chunk) for i in range(len(self._likes)))
-
-    def _create(self, leaves: Record, chunk: int | None) -> int:
+    def _create(self, chunk: int | None, compress: bool) -> tuple[int, RowFiles]:
         if chunk is None:
-            chunk = max(_CHUNK_BYTES // max(self._chunk_bytes(1), 1), 1)
+            nbytes = _COMPRESSED_BYTES if compress else _FILE_BYTES
+            chunk = max(nbytes // max(self._row_bytes, 1), 1)
         chunk = check_count("chunk", chunk)
-        if self._most_bytes(chunk) > _MOST_CHUNK_BYTES:
+        if self._row_bytes * chunk > _MOST_FILE_BYTES:
             raise ValueError(
-                f"chunk is {chunk} rows, which have {self._most_bytes(chunk)} bytes; choose fewer, "
-                f"of at most {_MOST_CHUNK_BYTES} bytes"
+                f"chunk is {chunk} rows, which have {self._row_bytes * chunk} bytes; choose fewer, "
+                f"of at most {_MOST_FILE_BYTES} bytes"
             )
-        for name in ("leaves", "checksums"):
-            shutil.rmtree(self._folder / name, ignore_errors=True)
-        self._open_arrays(leaves, chunk, create=True)
+        shutil.rmtree(self._folder / "rows", ignore_errors=True)
+        options = (self._likes, chunk, compress, self._cache_bytes)
+        files = RowFiles(self._folder, *options, create=True)
         self._commit_deleted(Ranges.of([]))
-        self._commit_rows(_Recorded(0, Newest(0, [])))
+        self._commit_rows(0)
         # Written last, since this file makes the folder a store.
-        records.write(
-            self._folder / "store.json", {"format": _FORMAT, "chunk": chunk, "leaves": leaves}
-        )
+        leaves = structure.describe_rows(self._likes)
+        record = {"format": _FORMAT, "chunk": chunk, "compress": compress, "leaves": leaves}
+        records.write(self._folder / "store.json", record)
         records.sync(self._folder.parent)
-        return chunk
+        return chunk, files
 
-    def _open_arrays(self, stored: Record, chunk: int, *, create: bool = False) -> None:
-        # Folders are numbered as the leaves were when the store was created.
-        number = {name: i for i, name in enumerate(stored)}
-        cache = zarr.new_cache(0)
-        for name, leaf in zip(self._names, self._likes, strict=True):
-            folder = self._folder / "leaves" / str(number[name])
-            self._folders.append(folder)
-            try:
-                array = zarr.open_rows(folder, leaf, chunk, cache, create=create)
-            except ValueError as error:
-                file = f"{folder}/zarr.json"
-                raise ValueError(f"example{name} in {file}: {zarr.reason(error)}") from error
-            self._arrays.append(array)
+    @property
+    def _row_bytes(self) -> int:
+        return sum(like.size * like.dtype.itemsize for like in self._likes.values())
 
     def _check_new(self) -> None:
         """Checks that a folder without a store has no files but those of an interrupted start."""
-        others = [
-            str(file.relative_to(self._folder))
-            for file in self._folder.glob("leaves/**/*")
-            if file.is_file() and not file.name.startswith("zarr.json")
-        ]
-        if (self._folder / "rows.json").exists() and self._record("rows.json")["rows"]:
+        names = (file.name for file in self._folder.glob("rows/*"))
+        others = [f"rows/{name}" for name in names if not name.startswith("zarr.json")]
+        if (self._folder / "rows.json").exists() and read_record(self._folder, "rows.json")["rows"]:
             others.append("rows.json")
         if others:
-            raise self._damage(
+            raise damage(
+                self._folder,
                 f"there is {others[0]}, but no store.json; if it is not a store, choose another "
-                "folder"
-            )
-
-    def _compare(self, stored: Record, example: Record) -> None:
-        problems = [f"example{name} is not in the store" for name in example if name not in stored]
-        problems += [f"example{name} is missing" for name in stored if name not in example]
-        for name in example if not problems else ():
-            problems += [
-                f"example{name} has {attribute} {example[name][attribute]}, but the store has "
-                f"{stored[name].get(attribute)}"
-                for attribute in ("shape", "dtype")
-                if example[name][attribute] != stored[name].get(attribute)
-            ]
-        if problems:
-            raise ValueError(
-                f"the store {self._folder} holds something else: {'; '.join(problems)}"
+                "folder",
             )
 
     def _take_lock(self, path: str | os.PathLike[str]) -> IO[str]:
         if records.is_other(self._folder, stat.S_ISDIR):
             raise ValueError(f"path is {path}, which is a file; choose a folder")
-        expected = {"store.json", "rows.json", "deleted.json", "leaves", "checksums", "lock"}
+        expected = {"store.json", "rows.json", "deleted.json", "rows", "lock"}
         others = (
             sorted(entry.name for entry in self._folder.iterdir() if entry.name not in expected)
             if self._folder.exists() and not (self._folder / "store.json").exists()
@@ -1175,7 +948,30 @@ class _Pin(contextlib.AbstractContextManager[None]):
         self._unpin(self._chunks)
 
 
-def _like(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+def read_record(folder: Path, name: str, formats: tuple[int, ...] = (_FORMAT,)) -> Record:
+    """Reads a JSON file of a store.
+
+    Raises:
+        ValueError: If it is missing or damaged, or the store has another format.
+    """
+    try:
+        record, intact = records.read(folder / name)
+    except FileNotFoundError as error:
+        raise damage(folder, f"{name} is missing") from error
+    except ValueError as error:
+        raise damage(folder, f"{name} is no JSON object") from error
+    version = record.get("format", formats[0])
+    if version not in formats:
+        raise ValueError(
+            f"the store {folder} has format {version}; this version of jaxbuf reads format "
+            f"{_FORMAT}, and jaxbuf.convert_store copies format 3, which 0.3.0 makes of format 2"
+        )
+    if not intact:
+        raise damage(folder, f"{name} is not what was written")
+    return record
+
+
+def like_of(example: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     """Returns shapes ``[1, *shape]`` and dtypes of an item; Python numbers get JAX's dtypes."""
     with jax.enable_x64(True):
         # This checks the example without making arrays.

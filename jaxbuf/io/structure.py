@@ -76,6 +76,46 @@ def leaf_types(tree: PyTree, name: str) -> dict[str, LeafType]:
     }
 
 
+def rows_by_name(like: PyTree[jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the leaves of a batch of rows of a store, ``[B, *shape]``, by their key paths.
+
+    Raises:
+        ValueError: If a leaf is a PRNG key.
+    """
+    likes = dict(zip(leaf_types(like, ""), jax.tree.leaves(like), strict=True))
+    for name, leaf in likes.items():
+        if is_key(leaf.dtype):
+            raise ValueError(f"example{name} is a PRNG key; store its jax.random.key_data")
+    return likes
+
+
+def describe_rows(likes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, dict[str, Any]]:
+    """Returns the shape and the dtype of each leaf of a row, as a store keeps them."""
+    return {x: {"shape": [*y.shape[1:]], "dtype": str(y.dtype)} for x, y in likes.items()}
+
+
+def check_rows(stored: Any, likes: dict[str, jax.ShapeDtypeStruct], where: str) -> None:
+    """Checks that rows are as a store has described them with ``describe_rows``.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    example = describe_rows(likes)
+    if not isinstance(stored, dict) or not all(isinstance(x, dict) for x in stored.values()):
+        raise ValueError(f"{where} does not say what its rows are")
+    problems = [f"example{name} is not in the store" for name in example if name not in stored]
+    problems += [f"example{name} is missing" for name in stored if name not in example]
+    for name in example if not problems else ():
+        problems += [
+            f"example{name} has {attribute} {example[name][attribute]}, but the store has "
+            f"{stored[name].get(attribute)}"
+            for attribute in ("shape", "dtype")
+            if example[name][attribute] != stored[name].get(attribute)
+        ]
+    if problems:
+        raise ValueError(f"{where} holds something else: {'; '.join(problems)}")
+
+
 def configuration(tree: PyTree) -> Configuration:
     """Returns all static fields in the dataclasses of a pytree, by their path.
 

@@ -16,8 +16,6 @@ from jaxbuf.io import records
 if TYPE_CHECKING:
     from tensorstore import Context, TensorStore, WriteFutures
 
-# Dtypes of one byte that tensorstore does not know.
-_AS_BYTES = ("uint2", "uint4", "float8_e4m3")
 # More rows than will ever be appended, so that an array needs no new shape when it grows.
 MOST_ROWS = 2**40
 _CHECKSUM_BYTES = 4
@@ -53,15 +51,9 @@ def open_rows(
     shape = like.shape[1:]
     chunks = [chunk, *(max(size, 1) for size in shape)]
     shape = (MOST_ROWS, *shape)
-    dtype = disk_dtype(like.dtype)
     return open_array(
-        folder, dtype, shape, chunks, cache=cache, may_exist=not create, create=create
+        folder, like.dtype, shape, chunks, cache=cache, may_exist=not create, create=create
     )
-
-
-def disk_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype on disk: ``uint8`` for dtypes that tensorstore does not know."""
-    return np.dtype(np.uint8) if str(dtype) in _AS_BYTES else dtype
 
 
 def open_array(

@@ -605,11 +605,12 @@ def test_memory_holds_no_second_copy(tmp_path, kind):
     command = ("-m", "tests.programs.peak_memory", kind, tmp_path / "run")
     run_processes(command, devices=4)
     [out] = run_processes(command, devices=4)
-    size, loading, appending = map(float, out.split())
+    size, loading, appending, filling = map(float, out.split())
     assert size > 511
     # The first one includes the buffer.
     assert loading <= 1.25 * size + 64
     assert appending <= 0.25 * size + 64
+    assert filling <= 0.6 * size
 
 
 def test_a_chunk_lies_in_one_shard_and_has_a_sensible_size(monkeypatch):

@@ -228,9 +228,14 @@ def check_store(store: jaxbuf.Store) -> int:
     return last + 1
 
 
-def store_writer(path: Path, sender: Connection) -> None:
+def compressed_store_writer(path: Path, sender: Connection) -> None:
+    """Do as ``store_writer`` does, with compressed files."""
+    store_writer(path, sender, compress=True)
+
+
+def store_writer(path: Path, sender: Connection, compress: bool = False) -> None:
     """Append one block of rows after the other, and delete some of the old ones."""
-    with jaxbuf.Store(path, STORE_ITEM, chunk=64) as store:
+    with jaxbuf.Store(path, STORE_ITEM, chunk=64, compress=compress) as store:
         k = check_store(store)
         sender.send(k)
         while True:

@@ -1,8 +1,8 @@
 """The memory that a load and an append of a large buffer take; run by the tests of checkpoints.
 
 ``python -m tests.programs.peak_memory KIND FOLDER`` saves a buffer to a new folder. From an
-existing one it loads the buffer and appends it to a store, and prints its size and both peaks, in
-MiB.
+existing one it loads the buffer, appends it to a store and loads it from there, and prints its size
+and these peaks, in MiB.
 """
 
 import gc
@@ -100,15 +100,16 @@ def main(kind, folder):
         :1
     ]
     check(data["frame"], data["id"], ROWS)
-    appending = 0.0
+    appending = filling = 0.0
     if kind != "rings":
         example = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), ITEM)
         with jaxbuf.Store(f"{folder}/store", example) as store:
             appending = peak_of(lambda: store.append_buffer(buffer) and None)[1]
+            buffer, filling = peak_of(lambda: store.load_into(buffer))
             read = store.read(slice(None))
         check(read["frame"], read["id"], ROWS)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer)) / 2**20
-    print(size, loading, appending)
+    print(size, loading, appending, filling)
 
 
 if __name__ == "__main__":
