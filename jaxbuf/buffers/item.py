@@ -201,7 +201,8 @@ class ItemBuffer(SampledBuffer):
         if near is not None and near.removes:
             leaving = near.replaced(lax.stop_gradient(self.diversity_state), rows, self.occupancy)
             buffer, counts["replaced_near_buffer"] = retire.remove_all(self, leaving)
-        occupancy, index = buffer.occupancy.place(rows.shape[0], rows.mask, rows.score)
+        score = rows.score if self.evictor.uses_score else None
+        occupancy, index = buffer.occupancy.place(rows.shape[0], rows.mask, score)
         if buffer is not self:
             index = after(index, counts["replaced_near_buffer"])
         buffer = trees.updated(buffer, data=storage.write(self.data, items, index))

@@ -49,8 +49,8 @@ class Lowest(Evictor):
 class Reservoir(Evictor):
     """Evicts at random, so that every item ever added is held with the same probability.
 
-    It draws random numbers, the lots, in place of scores, and cannot be used with a sampler or a
-    part that needs scores. ``jaxbuf.reservoir`` creates such a buffer.
+    It draws random numbers, the lots, and pays no heed to scores. ``jaxbuf.reservoir`` creates such
+    a buffer.
     """
 
     @property

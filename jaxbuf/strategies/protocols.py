@@ -416,7 +416,7 @@ class Evictor(abc.ABC):
     An evictor is a frozen, hashable dataclass; the state lives in the occupancy that it creates.
 
     Attributes:
-        uses_score: Whether ``add`` needs a ``score``.
+        uses_score: Whether ``add`` needs a ``score``, which ``place`` of the occupancy gets.
     """
 
     uses_score: bool = False

@@ -169,3 +169,12 @@ def test_refused():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(ValueError, match=r"Reservoir\(\) compares each item with all others"):
         jaxbuf.Sharded.create(lambda: create(4), mesh, "data")
+
+
+def test_scores_of_a_part_are_no_lots():
+    buffer = jaxbuf.ItemBuffer.create(
+        jnp.int32(0), 50, evictor=create(1).evictor, diversity=jaxbuf.Diversity(0.0)
+    )
+    buffer = jax.jit(lambda buffer: buffer.add(jnp.arange(500), score=jnp.arange(500.0)))(buffer)
+    # The mean of 50 of them has a standard deviation of 20; the highest scores have the mean 474.
+    assert abs(float(jnp.mean(buffer.data.astype(jnp.float32))) - 250) < 80
