@@ -151,9 +151,9 @@ def check_rows(name, reset, step, options, raw, resets, num_envs=6, num_steps=12
     # Where it goes on, it goes on from there; where it begins, it begins by its key.
     begins = (ended | ~mask) & ~np.asarray(waiting)
     equal("obs after a step", obs_after, obs, mask & ~ended)
-    env, time = (np.resize(index, num_envs * num_steps // 4) for index in np.nonzero(begins))
-    first = raw[0](keys[1][env, time])[0]
-    equal("first obs", jax.tree.map(lambda leaf: leaf[env, time], obs_after), first, ...)
+    env, at = (np.resize(index, num_envs * num_steps // 4) for index in np.nonzero(begins))
+    first = raw[0](keys[1][env, at])[0]
+    equal("first obs", jax.tree.map(lambda leaf: leaf[env, at], obs_after), first, ...)
 
     terminated, truncated = rows["terminated"], rows["truncated"]
     both = int((terminated & truncated).sum())
