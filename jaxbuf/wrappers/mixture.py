@@ -414,7 +414,8 @@ class Mixture(SlottedBuffer, Described):
                 )
             check_options(part, "sample", options)
         if self.varying:
-            return self.sample_some(key, rows, jnp.int32(0), jnp.int32(rows), **options)
+            batch = self.sample_some(key, rows, jnp.int32(0), jnp.int32(rows), **options)
+            return weighed(self, batch, beta, normalize, within)
         keys = jax.random.split(key, len(self.parts))
         batch = self._batch(
             {
@@ -478,7 +479,8 @@ class Mixture(SlottedBuffer, Described):
             if not as_buffer(part).is_queue:
                 check_options(part, "next_batch", {}, f"parts[{i}]")
         if self.varying:
-            return self.next_some(key, rows, jnp.int32(0), jnp.int32(rows))
+            mixture, batch = self.next_some(key, rows, jnp.int32(0), jnp.int32(rows))
+            return mixture, weighed(self, batch, beta, normalize, within)
         keys, parts = jax.random.split(key, len(self.parts)), list(self.parts)
         samples: dict[int, Sample] = {}
         for i, count in enumerate(self.counts(rows)):

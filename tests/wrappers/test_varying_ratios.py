@@ -107,6 +107,13 @@ def test_a_batch_is_like_one_of_ratios_that_stay(ratios):
                     for b in (buffer, like)
                 )
                 np.testing.assert_allclose(one, other, rtol=3e-6)
+                options = {"beta": 0.7, "normalize": normalize, "within": within}
+                np.testing.assert_allclose(
+                    buffer.sample(KEY, 13, **options).weights, one, rtol=3e-6
+                )
+    _, following = jaxbuf.next_batch(mixture, KEY, 13, beta=0.7, within="part", donate=False)
+    expected = jaxbuf.importance_weights(like, following, 0.7, within="part")
+    np.testing.assert_allclose(following.weights, expected, rtol=3e-6)
     for name in ("support", "size", "capacity"):
         one, other = (getattr(m, name) for m in (mixture, like))
         one, other = (x() if callable(x) else x for x in (one, other))
