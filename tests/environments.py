@@ -107,8 +107,9 @@ def check_inside_jax(name):
         yield f"resets={resets}: {check_rows(name, reset, step, options, raw, resets)}"
 
 
-def check_rows(name, reset, step, options, raw, resets, num_envs=6, num_steps=120):
+def check_rows(name, reset, step, options, raw, resets, num_steps=122):
     limit, act, fails, stops = INSIDE_JAX[name]
+    num_envs = 24 if limit == 120 else 6  # each ends once at least
     begin, advance = with_resets(reset, step, resets=resets, **options)
     most = num_envs if resets is None else resets
 
