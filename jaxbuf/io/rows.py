@@ -115,8 +115,8 @@ class RowFiles:
         whole = stop // self._chunk * self._chunk
         if self._array is not None and whole > first:
             number, begin = divmod(first, self._chunk)
-            before = self._of_files(np.arange(first - begin, first))
-            data = np.concatenate([before, block[: whole - first]])
+            before = [self._of_files(np.arange(first - begin, first))] if begin else []
+            data = np.concatenate([*before, block[: whole - first]])
             chunks = data.reshape(-1, self._chunk, self._width)
             zarr.finish([self._array[number : number + len(chunks)].write(chunks)])
             block, first = block[whole - first :], whole
@@ -136,32 +136,28 @@ class RowFiles:
         Raises:
             ValueError: If rows are missing or damaged.
         """
-        size, count = self._chunk, 0
         if self._cache is None:
             leaves = [np.empty((len(rows), *x.shape[1:]), x.dtype) for x in self._likes]
-            order = np.argsort(rows, kind="stable")
-        else:
-            leaves, order = self._cache.find(rows)
-            order = order[np.argsort(rows[order], kind="stable")]
-            count = int(np.searchsorted(rows[order], self.full * size))
-        rows = rows[order]
-        numbers = np.unique(rows[:count] // size)
+            self._fill(leaves, rows, None)
+            return leaves
+        leaves, order = self._cache.find(rows)
+        if not len(order):
+            return leaves
+        order = order[np.argsort(rows[order], kind="stable")]
+        size, missing = self._chunk, rows[order]
+        count = int(np.searchsorted(missing, self.full * size))
+        numbers = np.unique(missing[:count] // size)
         at_once = max(_BLOCK_BYTES // (size * self._width), 1)
         for begin in range(0, len(numbers), at_once):
             some = numbers[begin : begin + at_once]
             every = (some[:, None] * size + np.arange(size)).reshape(-1)
             found = self._views(self._checked(self._decoded(some), every))
-            at = slice(*np.searchsorted(rows, [every[0], every[-1] + 1]))
-            index = np.searchsorted(some, rows[at] // size) * size + rows[at] % size
+            at = slice(*np.searchsorted(missing, [every[0], every[-1] + 1]))
+            index = np.searchsorted(some, missing[at] // size) * size + missing[at] % size
             for leaf, new in zip(leaves, found, strict=True):
                 leaf[order[at]] = new[index]
-            if self._cache is not None:
-                self._cache.keep(some, found)
-        for begin in range(count, len(rows), self.block):
-            at = slice(begin, begin + self.block)
-            found = self._views(self._of_files(rows[at]))
-            for leaf, new in zip(leaves, found, strict=True):
-                leaf[order[at]] = new
+            self._cache.keep(some, found)
+        self._fill(leaves, rows, order[count:])
         return leaves
 
     def record(self, rows: int) -> None:
@@ -199,6 +195,22 @@ class RowFiles:
         rows = block.view(self._row)[:, 0]
         return [rows[name].view(x.dtype) for name, x in zip(self._names, self._likes, strict=True)]
 
+    def _fill(
+        self,
+        leaves: list[Shaped[np.ndarray, "B ..."]],
+        rows: Int[np.ndarray, " B"],
+        order: Int[np.ndarray, " R"] | None,
+    ) -> None:
+        """Reads rows that are not compressed, all or some of them in this order, into leaves."""
+        numbers = rows // self._chunk
+        if order is None and (numbers[1:] < numbers[:-1]).any():
+            order = np.argsort(numbers, kind="stable")
+        for begin in range(0, len(rows if order is None else order), self.block):
+            part = slice(begin, begin + self.block)
+            at = part if order is None else order[part]
+            for leaf, new in zip(leaves, self._views(self._of_files(rows[at])), strict=True):
+                leaf[at] = new
+
     def _checksums(
         self, block: UInt8[np.ndarray, "B W"], rows: Int[np.ndarray, " B"]
     ) -> UInt64[np.ndarray, " B"]:
@@ -234,29 +246,31 @@ class RowFiles:
             raise damage(self._store, zarr.reason(error)) from error
 
     def _of_files(self, rows: Int[np.ndarray, " B"]) -> UInt8[np.ndarray, "B W"]:
-        """Returns the bytes of rows, in increasing order, that are not compressed."""
+        """Returns the bytes of rows that are not compressed, those of a file one after another."""
         block = np.empty((len(rows), self._width), np.uint8)
         numbers, places = np.divmod(rows, self._chunk)
-        begins = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
-        for begin, end in itertools.pairwise([*begins, len(rows)]):
+        begins = (np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()
+        for begin, end in itertools.pairwise([0, *begins, len(rows)]):
             self._read_file(int(numbers[begin]), places[begin:end], block[begin:end])
         return self._checked(block, rows)
 
     def _read_file(
         self, number: int, places: Int[np.ndarray, " B"], out: UInt8[np.ndarray, "B W"]
     ) -> None:
-        """Reads rows of one file, in increasing order."""
-        first, span = places[0].item(), places[-1].item() - places[0].item() + 1
+        """Reads rows of one file."""
         try:
-            if out.nbytes < _RUN_BYTES or span > 2 * len(out):
-                self._map(number).take(places, axis=0, out=out, mode="clip")
-                return
-            is_run = bool((np.diff(places) == 1).all())
-            run = out if is_run else np.empty((span, self._width), np.uint8)
-            with self._open(number) as stream:
-                os.preadv(stream.fileno(), [run.data], len(self._header) + first * self._width)
-            if not is_run:
-                run.take(places - first, axis=0, out=out, mode="clip")
+            if out.nbytes >= _RUN_BYTES:
+                first, span = int(places.min()), int(np.ptp(places)) + 1
+                if span <= 2 * len(out):
+                    is_run = bool((np.diff(places) == 1).all())
+                    run = out if is_run else np.empty((span, self._width), np.uint8)
+                    with self._open(number) as stream:
+                        at = len(self._header) + first * self._width
+                        os.preadv(stream.fileno(), [run.data], at)
+                    if not is_run:
+                        run.take(places - first, axis=0, out=out, mode="clip")
+                    return
+            self._map(number).take(places, axis=0, out=out, mode="clip")
         except FileNotFoundError as error:
             if self._array is None:
                 raise damage(self._store, f"rows/{number}.npy is missing") from error

@@ -218,6 +218,7 @@ class Store:
         checks.check_flag("compress", compress)
         self._like = like_of(example)
         self._likes = structure.rows_by_name(self._like)
+        self._treedef = jax.tree.structure(self._like)
         self._cache_bytes = check_count("cache_bytes", cache_bytes, 0, MOST_ON_HOST)
         self._pins: collections.Counter[int] = collections.Counter()
         self._epochs_in_use: list[_EpochRows] = []
@@ -708,8 +709,9 @@ class Store:
             if deleted.size:
                 raise IndexError(f"row {deleted[0]} was deleted") from error
             raise
-        leaves = [leaf.reshape((*rows.shape, *leaf.shape[1:])) for leaf in leaves]
-        return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
+        if rows.ndim != 1:
+            leaves = [leaf.reshape((*rows.shape, *leaf.shape[1:])) for leaf in leaves]
+        return self._treedef.unflatten(leaves)
 
     def _for_jax(self, rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
         """Returns rows in the dtypes of JAX arrays, which may be narrower."""
