@@ -398,6 +398,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "carry": (ZEROS, "pytree"),
     "chunk": (4, "count or none"),
     "comparison": (">=", "choice"),
+    "compress": (False, "flag"),
     "coordinator": (False, "flag"),
     "count": (1, "count, also true"),
     "cutoff": (0.0, "distance"),
