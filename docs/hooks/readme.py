@@ -15,5 +15,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     title, text = (ROOT / "README.md").read_text().split("\n", 1)
     page.title = "Home"
     text = text.replace("](docs/", "](")
-    text = re.sub(r"\[([^]]+)\]\((?:benchmarks[^)]*|notebooks|guides|[A-Z][^)]*)\)", r"\1", text)
+    text = re.sub(r"\[([^]]+)\]\((?:(?:benchmarks|examples)[^)]*|notebooks|guides|[A-Z][^)]*)\)", r"\1", text)
     return f"{title}\n\n{markdown.replace(MARK, text)}"
