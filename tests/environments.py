@@ -76,7 +76,7 @@ def run_lines(name, **given):
     heading = "brax" if name == "playground" else name
     lines = re.search(rf"\n### {heading}\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
     if name == "playground":
-        lines = re.sub("env = .*\n# env", "env", lines)
+        lines = re.sub("# (env = .*)\nenv = .*", r"\1", lines)
     if name in INSIDE_JAX:
         lines = lines.replace(LIMIT, f"={INSIDE_JAX[name][0]}")
     module = MODULES.get(name, name)
