@@ -41,7 +41,7 @@ PACKAGE := pyproject.toml CMakeLists.txt jaxbuf/core/native/kernels.cc
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-mpi test test-all test-quick test-versions test-environments notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled benchmark-tpu-compiled clean
+.PHONY: help demo demo-mpi test test-all test-quick test-versions test-environments test-claims notebooks docs lint wheel format benchmark benchmark-torch benchmark-gpu benchmark-gpu-compiled benchmark-tpu-compiled clean
 
 help:  ## list the targets
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -71,6 +71,10 @@ test-versions:  ## run tests on each Python here with its newest jax, and with t
 test-environments:  ## run the guide's lines with the environment libraries that they are for (ARGS: some, by name)
 	@PYTHON="$(PYTHON)" scripts/install_environments.sh
 	@JAX_PLATFORMS=cpu .venv-environments/bin/python -m tests.environments $(ARGS)
+
+test-claims:  ## check what the guides say of other libraries with the libraries themselves (ARGS: some, by name)
+	@PYTHON="$(PYTHON)" scripts/install_claims.sh
+	@JAX_PLATFORMS=cpu RL_LOGGING_LEVEL=WARNING .venv-claims/bin/python -m benchmarks.claims $(ARGS)
 
 notebooks: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the notebooks again and keep what they show (ARGS: only some, by name)
 	@$(RUN) -m notebooks $(ARGS)
@@ -116,7 +120,7 @@ benchmark-tpu-compiled: $(STAMPS)/python  ## count what the programs for a TPU d
 	@TF_CPP_MIN_LOG_LEVEL=3 .venv-tpu/bin/python -m benchmarks.compiled tpu $(ARGS)
 
 clean:  ## remove .venv and all that was built or cached
-	rm -rf .venv .venv-torch .venv-cuda .venv-tpu .venv-versions .venv-environments build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch .venv-cuda .venv-tpu .venv-versions .venv-environments .venv-claims .venv-claims-torch build dist .cache docs/notebooks site .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One empty file per finished installation; all of them go with .venv. pip is quiet, so each says that it has begun.
