@@ -1,4 +1,4 @@
-"""What the guides say of other libraries, as programs: ``make test-claims``.
+"""Claims of the guides about other libraries, as programs: ``make test-claims``.
 
 Each module here is about one library. A claim is a sentence, what its check has to return, and the
 check, which runs that library alone.

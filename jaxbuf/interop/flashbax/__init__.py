@@ -15,8 +15,8 @@ this module, which also stands for ``flashbax.buffers`` and has ``utils``:
 | `make_mixer` | batches of several buffers, joined; see also `Mixture` |
 
 Shapes, structures, capacities, write positions, ``can_sample``, ``can_add`` and the numbers in
-``indices`` are those of flashbax. What differs, and why (``make test-claims`` checks what is said of
-flashbax 0.1.3):
+``indices`` are those of flashbax. What differs, and why (``make test-claims`` checks what is said
+of flashbax 0.1.3):
 
 * **Draws.** The same key gives another batch; the distribution is the same. Draws are with
   replacement and, with priorities, stratified, as there.
