@@ -85,9 +85,9 @@ class Prioritized(ShardableSampler):
             1e20 under 0.1. A new item gets the largest mass that there is.
         initial_priority: The smallest priority of an item that is added without one. It gets the
             largest priority in the buffer if that is larger. One outlier is therefore the default
-            of all new items until every item with its priority has been updated, or has left: if
-            each item is drawn about once or twice, it may never fade. For a default that does not
-            depend on the buffer, pass ``priority`` to ``add``.
+            of all new items until every item with its priority has been updated, or has left,
+            which may never happen. For a default that does not depend on the buffer, pass
+            ``priority`` to ``add``.
         epsilon: A constant added to every priority; it may vary.
         uniform_mix: The fraction of draws that are uniform over the live items instead. The
             probabilities are those of ``Blend((Prioritized(), Uniform()), (1 - uniform_mix,
