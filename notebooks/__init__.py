@@ -32,7 +32,8 @@ METADATA = {
 INSTALLS = re.compile(r"^# install jaxbuf(\[[a-z,]+\])$", re.MULTILINE)
 INSTALL = """import importlib.util
 
-if not importlib.util.find_spec("jaxbuf"):  # as on Colab
+# Where this notebook stands alone, as on Colab: {advice}.
+if not importlib.util.find_spec("jaxbuf"):
     # %pip install -q "{source}"
 assert importlib.util.find_spec("jaxbuf"), (
     "jaxbuf was not installed, for the reason above: {advice}"
@@ -47,8 +48,8 @@ def source_of(project: dict[str, Any], extras: str) -> tuple[str, str]:
     the notebook lies.
     """
     if address := project.get("urls", {}).get("Repository"):
-        return f"jaxbuf{extras} @ git+{address}", f"is {address} within reach?"
-    return f"..{extras}", "clone the repository, and start this notebook in its folder notebooks"
+        return f"jaxbuf{extras} @ git+{address}", f"pip takes it from {address}"
+    return f"..{extras}", "clone the repository, and start the notebook in its folder notebooks"
 
 
 def read_script(name: str) -> NotebookNode:

@@ -70,7 +70,8 @@ def test_the_first_code_cell_installs_where_there_is_nothing(name):
     cell = first_code(name)
     line = r"""\n    %pip install -q "(?:\.\.|jaxbuf)\[([a-z,]+)\](?: @ git\+https://\S+)?"\n"""
     extras = re.search(line, cell)[1].split(",")
-    assert cell.index("%pip") < cell.index("assert importlib") < cell.rindex("import ")
+    said = cell.index("\n# Where this notebook stands alone")
+    assert said < cell.index("%pip") < cell.index("assert importlib") < cell.rindex("import ")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(extras) <= set(project["optional-dependencies"])
 
