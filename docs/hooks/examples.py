@@ -5,7 +5,8 @@ functions of ``jaxbuf``, get them at run time.
 
 The page of a class begins with the methods that everyone uses, also where these are inherited, and
 leaves out operations that it inherits but does not have: those of a ``TrajectoryBuffer`` are
-declared for all buffers.
+declared for all buffers. The page of a sampler, an evictor or a part says what to choose. The
+methods that buffers call are on the page of the classes that one derives from.
 
 The parser knows ``Examples:``, not ``Example:``, and takes prompts outside of such a section for
 prose.
@@ -18,6 +19,9 @@ from typing import Any
 
 from griffe import Alias, Docstring, Extension
 
+STRATEGIES = {"Sampler", "Evictor", "Part"}
+TO_DERIVE_FROM = {"KnownSampler", "ShardableSampler"}
+OF_STRATEGIES = {"by_slot", "lets_remove"}  # what wrappers ask buffers, under the same names
 FIRST = ("create", "add", "sample", "update_priority", "can_sample", "size", "capacity")
 
 
@@ -61,6 +65,10 @@ def _arrange(kind: Any) -> None:
         # A class that holds items overrides each operation that it has.
         if not ("SampledBuffer" in bases and target.parent.name == "SlottedBuffer"):
             members[name] = Alias(name, target, parent=kind)
+    if STRATEGIES & bases and kind.name not in TO_DERIVE_FROM:
+        members = {name: member for name, member in members.items() if name.startswith("__")}
+    if "Buffer" in bases:
+        members = {name: member for name, member in members.items() if name not in OF_STRATEGIES}
     first = {name: members[name] for name in FIRST if name in members}
     methods = {name: member for name, member in members.items() if member.is_function}
     kind.members = first | methods | members

@@ -76,6 +76,13 @@ def test_every_public_name_is_in_the_reference(pages):
         assert f"jaxbuf.testing.{name}" in ids, name
 
 
+def test_every_page_names_the_version(site):
+    for folder in ("", "guides", "notebooks", "reference", "results"):
+        for path in (site / folder).glob("[!4]*.html"):
+            if "http-equiv" not in (text := path.read_text()):  # not one that leads to another
+                assert re.search(rf"\bjaxbuf {re.escape(jaxbuf.__version__)}\s", text), path.name
+
+
 def test_every_notebook_is_rendered(site):
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert (site / "notebooks" / f"{path.stem}.html").exists(), path.stem
@@ -89,7 +96,16 @@ def test_pages_of_classes_begin_with_what_is_used_first(site):
         # What a class inherits but does not have is not on its page.
         assert ("locate" in members) == (name != "ItemBuffer"), name
         assert ("insert" in members) == (name != "TrajectoryBuffer"), name
-        assert not {"route", "shares"} & {*members}, name
+        internal = {"route", "shares", "by_slot", "home", "sample_some", "best"}
+        assert not internal & {*members}, name
+    # Of a strategy one chooses the numbers; what buffers call is on the page on extending.
+    strategies = (site / "reference" / "strategies.html").read_text()
+    for name in ("Prioritized", "Lowest", "Diversity", "Removable"):
+        assert f'id="jaxbuf.{name}"' in strategies
+        assert f'id="jaxbuf.{name}.' not in strategies
+    extending = (site / "reference" / "extending.html").read_text()
+    for name in ("Sampler.draw", "Sampler.by_slot", "Part.on_add", "Evictor.init"):
+        assert f'id="jaxbuf.strategies.{name}"' in extending, name
 
 
 def test_nothing_is_loaded_from_another_host(site):
