@@ -49,7 +49,7 @@ os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 
 
-GUIDES_WITH_OTHERS = ("annealing.md", "environments.md")
+GUIDES_WITH_OTHERS = ("annealing.md", "environments.md", "networks.md")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -231,7 +231,7 @@ KINDS: dict[str, tuple[set[str], str]] = {
     ),
     "beta": (
         REAL | LARGE | {"negative", "minus half"},
-        rf"{NUMBERS}|expected (a finite number|\(\), which is one number|float32)",
+        rf"{NUMBERS}|pass beta=|expected (a finite number|\(\), which is one number|float32)",
     ),
     "pair": ({"list"}, "expected bounds with 0 <= least <= largest"),
     "pair or none": ({"none", "list"}, r"expected two numbers, \(low, high\)"),

@@ -190,7 +190,7 @@ class SampledBase(OwningBuffer, Described):
         """True if a part of this buffer lets ``remove`` take items out."""
         return any(part.lets_remove for part in self.extras)
 
-    def with_episodes(self, added: Index, removed: Index) -> Self:
+    def with_episodes(self, added: Index, removed: Int[Array, " R"]) -> Self:
         """Returns the buffer after its sampler was notified of the episodes of changed slots."""
         raise NotImplementedError
 

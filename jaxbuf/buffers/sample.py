@@ -62,6 +62,7 @@ class Sample(Described):
         raise TypeError(f"a Sample has no items of its own; {guesses.ANSWERS['experience']}")
 
     if not TYPE_CHECKING:
+        __iter__ = None  # Else Python takes what has items for a sequence.
 
         def __getattr__(self, name: str) -> NoReturn:
             guesses.refuse(self, name)

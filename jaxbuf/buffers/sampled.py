@@ -1,7 +1,6 @@
 """The common base of ``ItemBuffer`` and ``TrajectoryBuffer``: slots that a sampler draws."""
 
 import abc
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
@@ -46,7 +45,7 @@ from jaxbuf.core.types import (
 )
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.subset import Subset
-from jaxbuf.strategies.diversity import Diversity, DiversityState
+from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part
@@ -146,7 +145,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return self._find_extra(Diversity)[0]
 
     @property
-    def diversity_state(self) -> DiversityState:
+    def diversity_state(self) -> Any:
         """The state of ``diversity``; an empty tuple without it."""
         return self._find_extra(Diversity)[1]
 
@@ -560,7 +559,6 @@ def check_metric_names(buffer: AnyBuffer) -> AnyBuffer:
     return buffer
 
 
-@functools.lru_cache(maxsize=1024)
 def counter_names(extras: tuple[Part, ...]) -> tuple[str, ...]:
     """The names under which a buffer with these parts counts rows."""
     reasons = [reason for part in extras for reason in part.reasons]

@@ -732,7 +732,7 @@ class TrajectoryBuffer(SampledBuffer):
             occupancy = self.occupancy.replace(inner=rings).mark(index, member)
         return events.apply_change(self, occupancy, added=added, value=value, removed=removed)
 
-    def with_episodes(self, added: Index, removed: Index) -> Self:
+    def with_episodes(self, added: Index, removed: Int[Array, " R"]) -> Self:
         """Returns the buffer after its sampler was notified of the last windows of episodes.
 
         These may have changed where windows were added, and just before these and the removed ones.

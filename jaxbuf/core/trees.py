@@ -8,9 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
-
-from jaxbuf.core.types import Mask
+from jaxtyping import Array, Bool
 
 Tree = TypeVar("Tree")
 
@@ -147,7 +145,7 @@ def match(like: object, tree: Tree) -> Tree:
     return jax.tree.unflatten(want, [by_name[i] for i in range(want.num_leaves)])
 
 
-def choose(mask: Mask, new: Tree, old: Tree) -> Tree:
+def choose(mask: Bool[Array, "..."], new: Tree, old: Tree) -> Tree:
     """Returns the rows ``[B, ...]`` of ``new`` where the mask is True, and of ``old`` elsewhere.
 
     Where one of them has None, which is no answer, the result has none either.

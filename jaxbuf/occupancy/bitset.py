@@ -196,7 +196,7 @@ def _starts(capacity: int) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def _bit(index: Index) -> Words:
+def _bit(index: Int[Array, "..."]) -> UInt[Array, "..."]:
     return jnp.uint32(1) << (index & (_WIDTH - 1)).astype(jnp.uint32)
 
 
