@@ -35,8 +35,8 @@ hypothesis.settings.register_profile("jaxbuf", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("jaxbuf")
 
 # A process forgets its programs above so many bytes (all processes may take half of the memory) or
-# mappings of memory. Linux ends a process that has 65,530 mappings; a program takes six, and the
-# largest file of tests adds some 6,000.
+# mappings of memory. Linux ends a process that has 65,530 mappings; a program takes six or more,
+# and the largest file of tests adds up to 38,000, so that a process looks at this as it goes along.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 MOST_MEMORY = psutil.virtual_memory().total // (2 * PROCESSES)
 MOST_MAPPINGS = 40_000
@@ -57,6 +57,7 @@ SMOKES = (
 )
 # The files that take longest, which come first, so that no process waits for another at the end.
 LONG = ("tests/contract/", "tests/examples/", "tests/project/test_notebooks.py")
+PROGRAMS_BETWEEN_LOOKS = 500
 # Programs that a test may compile; `pytest.mark.compiles(N)` allows more.
 MOST_PROGRAMS = 60
 # The tests that set handlers of signals, which only the main thread may.
@@ -110,12 +111,13 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count = self._since_looked = 0
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
     def _note(self, event: str, seconds: float, **details: Any) -> None:
         del seconds
         if event == "/jax/core/compile/backend_compile_duration":
+            self._since_looked += 1
             name = str(details.get("fun_name")).removeprefix("jit(").strip("_)")
             self._count += not any(hasattr(one, name) for one in (jax.lax, jax.numpy, jax.random))
 
@@ -126,6 +128,9 @@ class Programs:
         marker = item.get_closest_marker("compiles")
         most = MOST_PROGRAMS if marker is None else marker.args[0]
         count = self._count - before
+        if self._since_looked > PROGRAMS_BETWEEN_LOOKS:
+            self._since_looked = 0
+            _forget_if_full()
         if count > most and item.path.suffix == ".py":
             pytest.fail(f"it compiles {count} programs, more than {most}; see CONTRIBUTING.md")
         return result
@@ -139,6 +144,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def _forget_programs():
     """Compiled programs of all modules together may take gigabytes in each process."""
     yield
+    _forget_if_full()
+
+
+def _forget_if_full() -> None:
     if _is_full():
         gc.unfreeze()
         jax.clear_caches()
