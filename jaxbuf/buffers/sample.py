@@ -61,8 +61,10 @@ class Sample(Described):
     def __getitem__(self, name: object) -> NoReturn:
         raise TypeError(f"a Sample has no items of its own; {guesses.ANSWERS['experience']}")
 
+    def __iter__(self) -> NoReturn:
+        self.__getitem__(0)  # At once: otherwise it comes with the first item only.
+
     if not TYPE_CHECKING:
-        __iter__ = None  # Else Python takes what has items for a sequence.
 
         def __getattr__(self, name: str) -> NoReturn:
             guesses.refuse(self, name)
