@@ -61,7 +61,6 @@ class Described(struct.PyTreeNode):
 
 
 def _lines(thing: Any, width: int = _WIDTH) -> Iterator[str]:
-    width -= 2
     rows = [row for field in dataclasses.fields(thing) for row in _rows(thing, field)]
     rows = [(_cut(name, _LONGEST_NAME), kind, node) for name, kind, node in rows]
     names = max((len(name) for name, _, _ in rows), default=0)
@@ -71,13 +70,13 @@ def _lines(thing: Any, width: int = _WIDTH) -> Iterator[str]:
         start = f"  {name:<{names}}  {size:>{widest}}  "
         yield from textwrap.wrap(
             kind,
-            width + 2,
+            width,
             initial_indent=start,
             subsequent_indent=" " * len(start),
             break_on_hyphens=False,
         )
         if type(node).__repr__ is text:
-            yield from (f"  {line}" for line in _lines(node, width))
+            yield from (f"  {line}" for line in _lines(node, width - 2))
 
 
 def _rows(thing: Any, field: dataclasses.Field[Any]) -> list[tuple[str, str, object]]:

@@ -48,7 +48,7 @@ def refuse(owner: Any, name: str) -> NoReturn:
     raise AttributeError(name)
 
 
-def explained(
+def _explained(
     error: TypeError, function: Function, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> TypeError | None:
     """Returns a better error for a call with wrong arguments; None if there is no answer."""
@@ -70,7 +70,7 @@ def answered(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **options)
         except TypeError as error:
-            better = explained(error, function, args, options)
+            better = _explained(error, function, args, options)
             if better is None:
                 raise
             raise better from None

@@ -116,7 +116,7 @@ class Program:
         self, function: Function, *, foreign: bool = False, **about: Unpack[About]
     ) -> None:
         first, *others = inspect.signature(function).parameters.values()
-        self.function, self.about = function, about
+        self.function, self.about, self.answered = function, about, guesses.answered(function)
         self.is_method = foreign or first.name == "self"
         named = others if self.is_method else [first, *others]
         self.names = [x.name for x in named if x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -153,13 +153,7 @@ class Program:
         else:
             alone = any(isinstance(x, OwnPrograms) for x in args)
         if alone or trace_state() != _OUTSIDE:
-            try:
-                return self.function(*args, **options)
-            except TypeError as error:
-                better = guesses.explained(error, self.function, args, options)
-                if better is None:
-                    raise
-                raise better from None
+            return self.answered(*args, **options)
         try:
             return self._run(first, args, options, donate)
         except (TypeError, OverflowError) as error:
@@ -179,7 +173,7 @@ class Program:
         try:
             inspect.signature(self.function).bind(*args, **options)
         except TypeError:
-            guesses.answered(self.function)(*args, **options)
+            self.answered(*args, **options)
         jax.eval_shape(lambda: self.function(*args, **options))
         raise wrong
 

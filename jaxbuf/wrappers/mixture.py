@@ -542,8 +542,7 @@ class Mixture(SlottedBuffer, Described):
         joined: Any = None
         for i in range(len(self.parts)):
             sample = draw(i, begins[i], counts[i])
-            share = counts[i].astype(jnp.float32) / jnp.maximum(count, 1).astype(jnp.float32)
-            sample = self._in_mixture(i, sample, share)
+            sample = self._in_mixture(i, sample, _fraction(counts[i], count, 0.0))
             mine = (row >= begins[i]) & (row < begins[i] + counts[i])
             joined = sample if joined is None else trees.choose(mine, sample, joined)
         return joined

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,17 +98,11 @@ def get(buffer: ShardedFields, slots: Slots) -> Sample:
 
     def body(shards: SampledBuffer, local_slots: Slots, _: object) -> Sample:
         shards = trees.updated(shards, sampler_state=lax.stop_gradient(shards.sampler_state))
-        all_slots = all_gather(local_slots, buffer.axis)  # [B]
         summaries = all_gather(summarize(shards), buffer.axis) if buffer.exchange else ()  # [S]
         sampler = sampler_of(shards)
-        capacity = buffer.shards.capacity
-        # Slots out of range are looked up in any shard, which does not hold them.
-        shard_of_row = jnp.clip(all_slots.index // capacity, 0, count - 1)  # [B]
 
-        def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> Arrays:
-            # Rows past the end get any slot, and ``exchange`` leaves them out.
-            picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), all_slots)  # [n]
-            batch = shard.get(shard_slots(picked, shard_id, capacity))  # [n, ...]
+        def read(shard: SampledBuffer, shard_id: Array, picked: Slots) -> Arrays:
+            batch = shard.get(picked)  # [n, ...]
             if buffer.exchange:
                 state, index = shard.sampler_state, batch.slots.index
                 probability = sampler.probability_among(state, index, summaries)  # [n]
@@ -116,9 +111,7 @@ def get(buffer: ShardedFields, slots: Slots) -> Sample:
                 probability = batch.probability / count  # [n]
             return batch.data, global_slots(buffer, batch.slots, shard_id), probability
 
-        data, present, probability = exchange(
-            fetch, shards, shard_of_row, count, nbytes, buffer.axis
-        )
+        data, present, probability = _look_up(buffer, shards, local_slots, nbytes, read)
         return Sample(data, present, probability, present.index < buffer.capacity)
 
     return run_on_devices(buffer, body, slots)
@@ -128,23 +121,45 @@ def steps_around(
     buffer: ShardedFields, slots: Slots, offsets: Int[Array, " K"], path: str | None
 ) -> StepsAround:
     """Returns the steps around windows with these slots, each on the device of its row."""
-    count, capacity = buffer.num_shards, buffer.shards.capacity
     step = fields.stored(buffer.shards.example, path, "steps have")
     nbytes = offsets.size * _bytes_of(step)
 
     def body(shards: SampledBuffer, local_slots: Slots, offsets: Array) -> StepsAround:
-        all_slots = all_gather(local_slots, buffer.axis)  # [B]
-        # Slots out of range are looked up in any shard, which does not hold them.
-        shard_of_row = jnp.clip(all_slots.index // capacity, 0, count - 1)  # [B]
+        def read(shard: SampledBuffer, _: Array, picked: Slots) -> StepsAround:
+            return shard.steps_around(picked, offsets, path)
 
-        def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> StepsAround:
-            # Rows past the end get any slot, and ``exchange`` leaves them out.
-            picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), all_slots)  # [n]
-            return shard.steps_around(shard_slots(picked, shard_id, capacity), offsets, path)
-
-        return exchange(fetch, shards, shard_of_row, count, nbytes, buffer.axis)
+        return _look_up(buffer, shards, local_slots, nbytes, read)
 
     return run_on_devices(buffer, body, slots, offsets)
+
+
+def _look_up(
+    buffer: ShardedFields,
+    shards: SampledBuffer,
+    local_slots: Slots,
+    nbytes: int,
+    read: Callable[[SampledBuffer, Array, Slots], Any],
+) -> Any:
+    """Returns what is read of the rows with these slots, each on the device of its row.
+
+    Args:
+        buffer: The buffer.
+        shards: The shards on this device.
+        local_slots: The slots of the rows of this device, of the whole buffer.
+        nbytes: The number of bytes that are read of a row.
+        read: Takes a shard, its number and slots of it, and returns leaves with a row for each.
+    """
+    count, capacity = buffer.num_shards, buffer.shards.capacity
+    all_slots = all_gather(local_slots, buffer.axis)  # [B]
+    # Slots out of range are looked up in any shard, which does not hold them.
+    shard_of_row = jnp.clip(all_slots.index // capacity, 0, count - 1)  # [B]
+
+    def fetch(shard: SampledBuffer, shard_id: Array, row: Int[Array, " n"]) -> Any:
+        # Rows past the end get any slot, and ``exchange`` leaves them out.
+        picked = jax.tree.map(lambda leaf: leaf.at[row].get(mode="clip"), all_slots)  # [n]
+        return read(shard, shard_id, shard_slots(picked, shard_id, capacity))
+
+    return exchange(fetch, shards, shard_of_row, count, nbytes, buffer.axis)
 
 
 def _row_bytes(buffer: ShardedFields) -> int:
