@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from jaxbuf.core import trees
+from jaxbuf.core.leaves import as_numbers
 
 
 def is_donated(tree: object, name: str = "tree") -> bool:
@@ -58,9 +58,7 @@ def _memory(leaf: object) -> set[int]:
     """Returns the addresses of the memory of an array; none if it has no elements."""
     if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
         return set()
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
+    return {shard.data.unsafe_buffer_pointer() for shard in as_numbers(leaf).addressable_shards}
 
 
 def one_leaf(tree: Any) -> Any:

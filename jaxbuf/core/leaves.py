@@ -52,35 +52,38 @@ def is_key(dtype: Dtype) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def as_numbers(leaf: Any) -> Array:
+    """Returns a leaf as an array of numbers: PRNG keys as their words."""
+    return jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf
+
+
+def from_numbers(like: Any, leaf: Any) -> Any:
+    """Returns the inverse of ``as_numbers`` for a leaf with the dtype of ``like``."""
+    if not is_key(like.dtype) or is_key(leaf.dtype):
+        return leaf
+    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
+
+
 def on_host(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of ``to_host(leaf)``."""
-    if is_key(leaf.dtype):
-        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    leaf = jax.eval_shape(as_numbers, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
 
 
 def to_host(leaf: Any) -> np.ndarray:
     """Returns a leaf as a NumPy array; of PRNG keys, which NumPy does not know, their words."""
-    is_array = isinstance(leaf, jax.Array)
-    return np.asarray(jax.random.key_data(leaf) if is_array and is_key(leaf.dtype) else leaf)
+    return np.asarray(as_numbers(leaf) if isinstance(leaf, jax.Array) else leaf)
 
 
 def from_host(like: Arrays, tree: PyTree) -> PyTree:
     """Returns leaves as ``to_host`` returns them, with keys where ``like`` has keys."""
-
-    def wrap(like: Array, leaf: Any) -> Any:
-        if not is_key(like.dtype) or is_key(leaf.dtype):
-            return leaf
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
-
-    return jax.tree.map(wrap, like, tree)
+    return jax.tree.map(from_numbers, like, tree)
 
 
 def bits(leaf: Array) -> Array:
     """Returns rows as unsigned integers of 1, 2 or 4 bytes, ``[n, k]``."""
-    if is_key(leaf.dtype):
-        leaf = jax.random.key_data(leaf)
-    elif leaf.dtype.kind == "c":
+    leaf = as_numbers(leaf)
+    if leaf.dtype.kind == "c":
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     size = leaf.dtype.itemsize
     if size == 1:
@@ -93,8 +96,7 @@ def bits(leaf: Array) -> Array:
 def from_bits(words: Array, like: Array) -> Array:
     """Returns the inverse of ``bits``, for any number of rows."""
     if is_key(like.dtype):
-        data = from_bits(words, jax.random.key_data(like))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+        return from_numbers(like, from_bits(words, as_numbers(like)))
     shape = (words.shape[0], *like.shape[1:])
     if like.dtype.kind == "c":
         both = from_bits(words, jnp.stack([like.real, like.imag], axis=-1))

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from jaxbuf.core.leaves import to_host
 
 
 class Checked(abc.ABC):
@@ -60,9 +61,7 @@ def differing(name: str, tree: Any, other: Any, expected: str) -> Iterator[str]:
     others = jax.tree.leaves(other)
     pairs = zip(jax.tree_util.tree_leaves_with_path(tree), others, strict=True)
     for (path, leaf), twin in pairs:
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf, twin = jax.random.key_data(leaf), jax.random.key_data(twin)
-        ours, theirs = np.asarray(leaf), np.asarray(twin)
+        ours, theirs = to_host(leaf), to_host(twin)
         label = name + jax.tree_util.keystr(path)
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             kinds = [f"{array.dtype}{list(array.shape)}" for array in (ours, theirs)]

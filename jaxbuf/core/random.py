@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int, Integer, UInt
 
 from jaxbuf.core import native, trees
+from jaxbuf.core.leaves import is_key
 from jaxbuf.core.order import in_halves
 from jaxbuf.core.types import Key, Words
 
@@ -22,7 +23,7 @@ def check_key(key: object) -> Key:
     """
     key, kind = trees.native(key), type(key).__name__
     if isinstance(key, jax.Array | np.ndarray):
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        typed = is_key(key.dtype)
         if key.ndim == 0 if typed else key.dtype == np.uint32 and key.ndim == 1:
             return key if isinstance(key, jax.Array) else jnp.asarray(trees.owned(key))
         kind = f"{key.dtype} of shape {key.shape}"

@@ -30,6 +30,7 @@ from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_not_donated
 from jaxbuf.core.hyperparameters import Varying
+from jaxbuf.core.leaves import as_numbers
 from jaxbuf.core.segment_tree import NARROW, using_width, with_width, with_widths_of
 from jaxbuf.io import blocks, earlier, records, resizing, structure, versions, zarr
 from jaxbuf.io.blocks import Block, Index, Rows
@@ -832,7 +833,7 @@ def _numbers(leaf: Any, name: str) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise ValueError(f"{name} is a shape without numbers; pass arrays")
     if isinstance(leaf, jax.Array):
-        return jax.random.key_data(leaf) if structure.is_key(leaf.dtype) else leaf
+        return as_numbers(leaf)
     array = np.asarray(leaf)
     if array.dtype.hasobject:
         raise ValueError(f"{name} has dtype {array.dtype}; expected numbers")

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import PyTree
 
 from jaxbuf.buffers.buffer import as_buffer, check_options
 from jaxbuf.core import storage, trees
 from jaxbuf.core.donation import check_single
+from jaxbuf.core.leaves import to_host
 from jaxbuf.core.types import Arrays
 from jaxbuf.testing.structures import check_concrete, fetched, report
 
@@ -93,16 +94,9 @@ def _contents(buffer: Any) -> Arrays:
     return jax.tree.map(lambda leaf: leaf[live], buffer.data)
 
 
-def _numbers(leaf: Array) -> Shaped[np.ndarray, "..."]:
-    """Returns a leaf as an array of numbers; a PRNG key as its words."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
-
-
 def _count(items: Arrays) -> tuple[collections.Counter[bytes], dict[bytes, PyTree]]:
     """Counts items by their bytes, and returns the items with these bytes for messages."""
-    leaves, structure = jax.tree.flatten(jax.tree.map(_numbers, items))
+    leaves, structure = jax.tree.flatten(jax.tree.map(to_host, items))
     count = leaves[0].shape[0]
     # Zeros and NaNs may have different bits.
     canonical = [

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from jaxbuf.core.donation import check_not_donated
+from jaxbuf.core.leaves import from_numbers, is_key, to_host
 
 
 def check_concrete(tree: PyTree, name: str) -> None:
@@ -28,10 +28,9 @@ def fetched(tree: PyTree) -> PyTree:
     """Returns the tree with its arrays on the host, but PRNG keys on one device."""
 
     def fetch(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return np.asarray(leaf)
-        words = np.asarray(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(leaf))
+        words = to_host(leaf)
+        key = isinstance(leaf, jax.Array) and is_key(leaf.dtype)
+        return from_numbers(leaf, jnp.asarray(words)) if key else words
 
     return jax.tree.map(fetch, tree)
 

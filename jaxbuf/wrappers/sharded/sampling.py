@@ -14,6 +14,7 @@ from jaxbuf.buffers.sample import Sample, StepsAround
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core import fields, trees
 from jaxbuf.core.collectives import all_gather
+from jaxbuf.core.leaves import as_numbers, from_numbers
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Key
 from jaxbuf.wrappers.sharded.exchange import exchange, local_order
@@ -29,7 +30,6 @@ from jaxbuf.wrappers.sharded.per_device import (
 
 def sample(buffer: ShardedFields, key: Key, batch_size: int) -> Sample:
     """Draws a batch from all shards, with the key of the first shard on all devices."""
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     nbytes = _row_bytes(buffer)
 
     def body(shards: SampledBuffer, _: object, words: Array) -> Sample:
@@ -38,14 +38,12 @@ def sample(buffer: ShardedFields, key: Key, batch_size: int) -> Sample:
         # In a caller's ``shard_map`` each device may have another key: all use that of shard 0.
         words = jnp.broadcast_to(words, (num_local(shards), *words.shape))
         summaries, words = all_gather((summaries, words), buffer.axis)  # [S]
-        first_key = words[0]
-        if typed:
-            first_key = jax.random.wrap_key_data(first_key, impl=jax.random.key_impl(key))
+        first_key = from_numbers(key, words[0])
         if buffer.exchange:
             return _sample_as_one_buffer(buffer, shards, summaries, first_key, batch_size, nbytes)
         return _sample_equal_parts(buffer, shards, first_key, batch_size)
 
-    return run_on_devices(buffer, body, replicated=jax.random.key_data(key) if typed else key)
+    return run_on_devices(buffer, body, replicated=as_numbers(key))
 
 
 def _sample_as_one_buffer(
