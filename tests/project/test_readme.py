@@ -72,6 +72,19 @@ def test_speeds_are_those_of_the_results(name):
         assert abs(float(value) - measured(*MEASURED[name], library)) <= 0.5001 * 10**-digits
 
 
+def test_what_a_ring_of_numpy_arrays_costs_is_that_of_the_results():
+    prose = " ".join(README.split())
+    (told,) = re.findall(r"and (\d+) to (\d+) times as long as a ring of NumPy", prose)
+    (step,) = re.findall(r"with such a ring takes ([\d.]+) of the time", prose)
+    ratios = [
+        1 / measured(row, f"python {call}", "numpy")
+        for row in ("loop-1", "loop-32")
+        for call in ("add", "sample")
+    ]
+    assert [*map(int, told)] == [int(min(ratios)), int(max(ratios))]
+    assert abs(float(step) - measured("loop-dqn", "python step", "numpy")) <= 0.005
+
+
 def test_what_devices_send_is_that_of_the_results():
     section = PAGE.split("\n## Over several devices\n")[1].split("\n## ")[0]
     (row,) = re.findall(r"^\| Sharded \| 8 \| yes \| ([^|]+) \| ([\d,]+) \|", section, re.MULTILINE)
