@@ -15,6 +15,6 @@ install="$run -m pip install --quiet --disable-pip-version-check --no-input"
 $install --upgrade 'pip>=25.1'
 $install --editable . jax==0.12.0.1 gymnasium==1.4.0 ale-py==0.12.1 envpool==1.2.7 brax==0.14.2 \
   playground==0.2.0 jumanji==1.1.2 craftax==1.6.1 navix==4.0.0 xminigrid==0.9.3 pgx==2.6.0 \
-  jax-envelope==0.6.1 seaborn six
+  jax-envelope==0.6.1 chex==0.1.92 seaborn six
 $install --no-deps gymnax==1.0.1 jaxmarl==0.2.0
 touch .venv-environments/.installed

@@ -71,10 +71,13 @@ MODULES = {
 DISTRIBUTIONS = {"envelope": "jax-envelope", "ale_py": "ale-py"}
 
 
+def lines_under(heading):
+    return re.search(rf"\n### {heading}\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
+
+
 def run_lines(name, **given):
     """Runs the lines under a heading of the guide; returns what they define."""
-    heading = "brax" if name == "playground" else name
-    lines = re.search(rf"\n### {heading}\n.*?```python\n(.*?)```", GUIDE, re.DOTALL)[1]
+    lines = lines_under("brax" if name == "playground" else name)
     if name == "playground":
         lines = re.sub("# (env = .*)\nenv = .*", r"\1", lines)
     if name in INSIDE_JAX:
@@ -214,7 +217,40 @@ def check_in_python(name, num_steps=600):
         ends = data["terminated"] | data["truncated"]
         assert ends.sum() >= 20
         reports.append(f"asynchronous: {len(ends)} rows, {ends.sum()} ended")
+    if name != "gymnasium":
+        reports.append(check_xla(name))
     return "; ".join(reports)
+
+
+def check_xla(name):
+    """Raises an error if rows of ``xla()`` are not those of the same steps from Python."""
+    lines = lines_under("xla").replace("num_steps=100", "num_steps=600")
+    if name == "ale_py":
+        lines = re.sub("^# ", "", lines.split("# Of ale-py:\n")[1], flags=re.MULTILINE)
+    obs, reward, actions = jnp.zeros(4), jnp.float32(0), 2
+    if name == "ale_py":
+        obs, reward, actions = jnp.zeros((4, 84, 84), jnp.uint8), jnp.int32(0), 4
+    example = {"obs": obs, "action": jnp.int32(0), "reward": reward, "next_obs": obs}
+    example |= {"terminated": False, "truncated": False}
+    seen = {"jax": jax, "jnp": jnp, "rollout": rollout, "key": jax.random.key(0)}
+    seen |= {name: sys.modules[name], "buffer": jaxbuf.TrajectoryBuffer.create(example, 4, 600)}
+    seen["act"] = lambda obs, key: jax.random.randint(key, (4,), 0, actions)
+    exec(lines, seen)
+    rows, mask = jax.tree.map(np.asarray, (seen["rows"], seen["mask"]))
+    assert seen["buffer"].size == mask.sum()
+    make = re.search("envs = (.*)", lines)[1]
+    again = eval(make, seen)
+    obs, _ = again.reset(seed=0) if name == "ale_py" else again.reset()
+    ended = np.zeros(4, bool)
+    for t in range(mask.shape[1]):
+        next_obs, reward, terminated, truncated, _ = again.step(rows["action"][:, t])
+        want = {"obs": obs, "reward": reward, "terminated": terminated, "truncated": truncated}
+        for field, values in (want | {"next_obs": next_obs}).items():
+            np.testing.assert_array_equal(rows[field][:, t], values, err_msg=field)
+        np.testing.assert_array_equal(mask[:, t], ~ended)
+        obs, ended = next_obs, terminated | truncated
+    assert not mask.all()
+    return f"xla: {mask.sum()} rows, {(~mask).sum()} only reset"
 
 
 def check_cart(obs, action, next_obs, terminated):
