@@ -51,6 +51,8 @@ class LockStep(Described):
     baseline. If no worker has a row to send, only one number is exchanged, the sum over all ranks
     of whether they have any.
 
+    Call it within ``jax.jit``: outside of it each exchange compiles several programs anew.
+
     Attributes:
         manager: The manager; None on workers.
         filter: Chooses the items to send; None sends all of them.
