@@ -43,7 +43,9 @@ class Examples(Extension):
             except (AttributeError, ImportError):
                 text = None
             if text:
-                obj.docstring = Docstring(text, lineno=obj.lineno, parent=obj, parser="google")
+                obj.docstring = Docstring(
+                    text, parent=obj, parser="google", parser_options={"warnings": False}
+                )
         if obj.docstring is not None:
             value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)
             value = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", value, flags=re.M)

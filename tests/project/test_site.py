@@ -1,7 +1,9 @@
-"""The site builds strictly, its links lead somewhere, and a browser has nothing to complain of."""
+"""The site builds strictly, and a browser has nothing to complain of.
+
+A strict build fails where a link or an anchor leads nowhere.
+"""
 
 import functools
-import html.parser
 import http.server
 import os
 import re
@@ -9,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def site(tmp_path_factory):
         return ROOT / os.environ["SITE"]
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "default"},
         capture_output=True,
@@ -44,29 +45,9 @@ def site(tmp_path_factory):
     return folder
 
 
-class Page(html.parser.HTMLParser):
-    """The anchors of a page, and what it refers to."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.ids, self.links = set(), set()
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        for name, value in attrs:
-            if name == "id":
-                self.ids.add(value)
-            elif name in ("href", "src") and value:
-                self.links.add(value)
-
-
-@pytest.fixture(scope="module")
-def pages(site):
-    return {path.resolve(): Page(path.read_text()) for path in site.rglob("*.html")}
-
-
-def test_every_public_name_is_in_the_reference(pages):
-    ids = set().union(*(page.ids for page in pages.values()))
+def test_every_public_name_is_in_the_reference(site):
+    pages = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
+    ids = {*re.findall(r'\bid="([^"]+)"', pages)}
     missing = sorted(name for name in jaxbuf.__all__ if f"jaxbuf.{name}" not in ids)
     assert not missing, f"add ::: jaxbuf.NAME to a page in docs/reference for {missing}"
     for name in interop.__all__:
@@ -114,24 +95,6 @@ def test_nothing_is_loaded_from_another_host(site):
             if 'rel="canonical"' not in tag:
                 assert not re.search(r'(?:src|href)="(?:https?:)?//', tag), (path.name, tag)
         assert "cdn" not in "".join(re.findall(r"<script.*?</script>", text, re.DOTALL)), path.name
-
-
-def test_links_and_anchors_lead_somewhere(pages):
-    broken = []
-    for path, page in pages.items():
-        if path.name == "404.html":
-            continue
-        for link in page.links:
-            url = urllib.parse.urlsplit(link)
-            if url.scheme or url.netloc:
-                continue
-            target = (path.parent / urllib.parse.unquote(url.path)).resolve() if url.path else path
-            if not target.exists():
-                broken.append((path.name, link))
-            anchor = urllib.parse.unquote(url.fragment)
-            if anchor and target in pages and anchor not in pages[target].ids:
-                broken.append((path.name, link))
-    assert not broken
 
 
 def test_prompts_are_marked_so_that_they_are_not_copied(site):
