@@ -167,7 +167,7 @@ class Monitor:
 
         Args:
             step: As for ``write``.
-            buffer: As for ``plot``; not traced. The parts of a mixture are numbered.
+            buffer: As for ``plot``; not traced. Names of parts are as in the metrics of a mixture.
 
         Raises:
             ValueError: As ``plot``.

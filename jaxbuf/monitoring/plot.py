@@ -106,7 +106,7 @@ def plot(buffer: Any) -> "Figure":
         raise ImportError(
             "plot needs matplotlib; install it with `pip install matplotlib`"
         ) from error
-    parts = [_checked(part) for part in _parts(buffer)]
+    parts = [*_parts(buffer).values()]
     maps = [_map(part) for part in parts]
     panels = [_panels(part, ages) for part, ages in zip(parts, maps, strict=True)]
     heights = [2.4 + 2.2 * _rows(histograms) for histograms in panels]
@@ -130,19 +130,26 @@ def plot(buffer: Any) -> "Figure":
 
 def distributions(buffer: Any) -> dict[str, Shaped[np.ndarray, " N"]]:
     """Returns the values of the items that ``plot`` draws histograms of, where there are any."""
-    parts = [_checked(part) for part in _parts(buffer)]
     return {
-        f"{number}/{panel.title}" if len(parts) > 1 else panel.title: panel.values
-        for number, part in enumerate(parts)
+        name + panel.title: panel.values
+        for name, part in _parts(buffer).items()
         for panel in _panels(part, _map(part))
         if panel.values.size
     }
 
 
-def _parts(buffer: Any) -> list[Any]:
-    """Returns the buffer, or the parts of a mixture."""
-    members = as_buffer(buffer).members
-    return [part for member in members for part in _parts(member)] or [buffer]
+def _parts(buffer: Any, name: str = "") -> dict[str, Any]:
+    """Returns the buffer, or the parts of a mixture, by what their metrics are prefixed with.
+
+    Raises:
+        ValueError: If one cannot be drawn.
+    """
+    mixture: Any = as_buffer(buffer)
+    if not mixture.members:
+        return {name: _checked(buffer)}
+    labels = mixture.names or range(len(mixture.members))
+    parts = zip(labels, mixture.members, strict=True)
+    return {k: v for label, part in parts for k, v in _parts(part, f"{name}{label}/").items()}
 
 
 def _checked(buffer: Any) -> Any:

@@ -248,12 +248,17 @@ def test_histograms_are_of_what_can_be_drawn():
     full = buffer.add(jnp.arange(3), priority=jnp.array([2.0, 0.5, 8.0]))
     mixture = jaxbuf.Mixture.create([full, buffer], [1, 1])
     writer = Histograms()
+    named = {"old": mixture, "new": jax.tree.map(jnp.copy, full)}
+    named = jaxbuf.Mixture.create(named, [1, 1])
     with jaxbuf.Monitor([Rows(), writer]) as monitor:
         monitor.histograms(7, full)
         monitor.histograms(8, mixture)
+        monitor.histograms(9, named)
     ages, priorities = [0, 1, 2], [0.5, 2.0, 8.0]
     expected = [(7, {"ages": ages}), (7, {"priorities": priorities})]
     expected += [(8, {"0/ages": ages}), (8, {"0/priorities": priorities})]
+    expected += [(9, {"old/0/ages": ages}), (9, {"old/0/priorities": priorities})]
+    expected += [(9, {"new/ages": ages}), (9, {"new/priorities": priorities})]
     assert writer.rows == expected
     with pytest.raises(ValueError, match="buffer is traced"):
         jax.jit(lambda buffer: monitor.histograms(0, buffer))(full)
