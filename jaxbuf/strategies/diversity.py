@@ -30,8 +30,8 @@ from jaxbuf.strategies.points import Ball, Points, finite, pairwise
 WithinBatch = Literal["suppress", "greedy"]
 Active = Literal["always", "full"]
 Keep = Literal["first", "best"]
-# Sort keys larger than that of any score.
-_LOW, _NOT_OFFERED = np.uint32(2**32 - 2), np.uint32(2**32 - 1)
+# A sort key larger than that of any score.
+_NOT_COMPARED = np.uint32(2**32 - 1)
 Field = str | Callable[[Arrays], Arrays]
 _REASONS = ("refused_low_score", "refused_within_batch", "refused_near_buffer")
 
@@ -307,16 +307,34 @@ class Diversity(Part):
         if self.active == "full":
             active = occupancy.size == state.points.capacity  # []
         low = offered & active & occupancy.refuses(score)  # [B]
-        # Sort the rows to compare to the front, best first. Everything below depends on the sorted
-        # rows. XLA never fuses a sort with its consumers, so the buffer's lowest score is read
-        # before the add changes it; otherwise XLA would copy the array that holds it.
-        key = jnp.where(offered, jnp.where(low, _LOW, ~to_rank(score)), _NOT_OFFERED)  # [B]
+        compared = offered & active & ~low  # [B]
+        if self.cutoff < 0:
+            compared = jnp.zeros_like(offered)  # [B]
+        # The result depends on ``low`` by a branch, into which XLA fuses nothing. So the buffer's
+        # lowest score is read before the add changes it, and the array that holds it not copied.
+        operands = low, compared, score, points, state, occupancy
+        operands = vary_with(operands, operands)
+        near = functools.partial(self._near, ball)
+        any_compared = jnp.any(operands[1])  # []
+        return lax.cond(any_compared, near, lambda low, *_: low.astype(jnp.int32), *operands)
+
+    def _near(
+        self,
+        ball: Ball,
+        low: Mask,
+        compared: Mask,
+        score: Floats,
+        points: Shaped[Array, "B D"],
+        state: DiversityState,
+        occupancy: ItemOccupancy,
+    ) -> Index:
+        """Returns the number of the reason to refuse each row: 1 if it is ``low``, or 0, 2 or 3."""
+        # Sort the rows to compare to the front, best first. All but the last line depends on the
+        # sorted rows.
+        key = jnp.where(compared, ~to_rank(score), _NOT_COMPARED)  # [B]
         row = jnp.arange(key.shape[0], dtype=jnp.int32)  # [B]
         key, order = lax.sort((key, row), num_keys=1)  # [B]
-        low, admissible = key == _LOW, key < _LOW  # [B]
-        count = jnp.where(active, jnp.sum(admissible, dtype=jnp.int32), jnp.int32(0))  # []
-        if self.cutoff < 0:
-            count = jnp.int32(0)  # []
+        count = jnp.sum(compared, dtype=jnp.int32)  # []
         ranked = Points.of(points[order])
 
         def held(row: Int[Array, "R 1"], slot: Int[Array, "1 L"]) -> Bool[Array, "..."]:
@@ -335,8 +353,8 @@ class Diversity(Part):
         else:
             near_batch = _near_added(ranked, ~near_buffer, count, ball)  # [B]
         reason = jnp.where(near_batch, 2, jnp.where(near_buffer, jnp.int32(3), jnp.int32(0)))  # [B]
-        reason = jnp.where(low, 1, reason)  # [B]
-        return jnp.zeros_like(reason).at[order].set(reason, unique_indices=True)
+        reason = jnp.zeros_like(reason).at[order].set(reason, unique_indices=True)  # [B]
+        return jnp.where(low, 1, reason)
 
     def _incomparable(self, items: Arrays, ball: Ball) -> Mask:
         """Returns a mask of the items with a coordinate that cannot be compared."""

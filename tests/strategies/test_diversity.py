@@ -13,7 +13,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from jaxbuf.strategies.points import Ball, Points
+from jaxbuf.strategies.points import Ball, Points, PointSet
 from tests.models import items as reference
 
 INF = math.inf
@@ -192,6 +192,39 @@ def test_random_adds_to_large_buffers_agree_with_the_model(p, cutoff, options):
     testing.assert_valid(buffer)
     assert near.refused["within_batch"]
     assert near.refused["near_buffer"]
+
+
+@pytest.mark.parametrize("within_batch", ["suppress", "greedy"])
+def test_without_a_row_that_may_enter_no_distance_is_computed(monkeypatch, within_batch):
+    searches = []
+
+    def nearest(*args, **options):
+        jax.debug.callback(lambda: searches.append(None), ordered=True)
+        return found(*args, **options)
+
+    found = PointSet.nearest
+    monkeypatch.setattr(PointSet, "nearest", nearest)
+    add = jax.jit(lambda buffer, items, score: buffer.add(items, score=score))
+
+    def compared(buffer, *score):
+        searches.clear()
+        points = rows([100.0 * k for k in range(len(score))])
+        buffer = add(buffer, points, scores(*score))
+        jax.effects_barrier()
+        return buffer, bool(searches)
+
+    diversity = jaxbuf.Diversity(cutoff=1.0, within_batch=within_batch)
+    buffer, found_any = compared(create(diversity, 2), 5.0, 6.0)
+    assert found_any
+    held = buffer
+    for low in [(1.0, 2.0), (4.9, jnp.nan), (-INF, 1.0)]:
+        buffer, found_any = compared(buffer, *low)
+        assert not found_any
+    assert refused(buffer) == {"low_score": 5, "within_batch": 0, "near_buffer": 0}
+    chex.assert_trees_all_equal(buffer.data, held.data)
+    buffer, found_any = compared(buffer, 5.0, 1.0)
+    assert found_any
+    assert refused(buffer)["near_buffer"] == 1
 
 
 @pytest.mark.parametrize(
