@@ -28,6 +28,8 @@ _ROWS = 128
 _COLUMNS = 512
 _STRIDE = 8
 _LARGEST = float(np.finfo(np.float32).max)
+# The most numbers that an int32 tells apart.
+_MOST = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,16 +198,18 @@ class Points(PointSet, struct.PyTreeNode):
     def set(self, index: Index, points: Shaped[Array, "B D"]) -> Self:
         """Writes points to slots, which must differ; rows past the end are dropped."""
         blocks, groups, stride, columns = self.blocks.shape
-        rows = jnp.pad(points, ((0, 0), (0, groups * stride - points.shape[1])))
+        width = groups * stride
+        rows = jnp.pad(points, ((0, 0), (0, width - points.shape[1])))  # [B, P]
         # The last block has padding, so slots past the end get a block that does not exist.
-        block = jnp.where(index < self.capacity, quotient(index, columns), blocks)
-        # Each number has its index: XLA may transpose an array of which it writes whole slices.
-        each = jnp.arange(groups)[:, None], jnp.arange(stride)[None, :]
-        block, column = block[:, None, None], remainder(index, columns)[:, None, None]
-        changed = self.blocks.at[block, *each, column].set(
-            rows.reshape(-1, groups, stride), mode="drop", unique_indices=True
-        )
-        return self.replace(blocks=changed)
+        block = jnp.where(index < self.capacity, quotient(index, columns), blocks)  # [B]
+        column = remainder(index, columns)[:, None]  # [B, 1]
+        line = block[:, None] * width + jnp.arange(width, dtype=jnp.int32)[None]  # [B, P]
+        # Each number has its index: XLA may transpose an array of which it writes whole slices. It
+        # is a single one if that is no larger than an int32.
+        small = (blocks + 1) * width * columns <= _MOST
+        shape, at = ((-1,), line * columns + column) if small else ((-1, columns), (line, column))
+        changed = self.blocks.reshape(shape).at[at].set(rows, mode="drop", unique_indices=True)
+        return self.replace(blocks=changed.reshape(self.blocks.shape))
 
     def get(self, index: Index) -> Shaped[Array, "B P"]:
         """Returns the points in these slots, padded to whole groups of coordinates."""

@@ -227,6 +227,27 @@ def test_without_a_row_that_may_enter_no_distance_is_computed(monkeypatch, withi
     assert refused(buffer)["near_buffer"] == 1
 
 
+@pytest.mark.parametrize("most", [2**31, 0])
+def test_points_are_written_to_their_slots(monkeypatch, most):
+    # More numbers than an int32 tells apart have two indices each.
+    monkeypatch.setattr("jaxbuf.strategies.points._MOST", most)
+    rng = np.random.default_rng(0)
+    for capacity, width in [(3, 1), (130, 8), (1100, 13)]:
+        expected = np.zeros((capacity, width), np.float32)
+        points = Points.create(capacity, width)
+        for _ in range(3):
+            # Slots past the end, far and near, are dropped.
+            slot = rng.permutation(capacity + 600)[:200].astype(np.int32)
+            value = rng.normal(size=(200, width)).astype(np.float32)
+            points = points.set(jnp.asarray(slot), jnp.asarray(value))
+            held = slot < capacity
+            expected[slot[held]] = value[held]
+        found = points.get(jnp.arange(capacity))
+        np.testing.assert_array_equal(found[:, :width], expected)
+        assert not np.any(found[:, width:])
+        assert np.sum(points.blocks != 0) == np.sum(expected != 0)
+
+
 @pytest.mark.parametrize(
     ("p", "radius"), [(1.0, 9.0), (2.0, 2.5), (INF, 0.9), (2.5, 2.0), (0.5, 62.0)]
 )
