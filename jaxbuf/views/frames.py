@@ -1,5 +1,6 @@
 """Stacks of the last frames, made from single frames after sampling."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -8,10 +9,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxbuf.core import checks, fields, numbers, sizes, storage, trees
+from jaxbuf.core import checks, fields, native, numbers, sizes, storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.types import Arrays, Mask
+
+# From so many bytes of stacks on, memory decides the time.
+_LARGE = 2**18
+# The integers of so many bytes.
+_WORDS = {2: jnp.uint16, 4: jnp.uint32}
 
 
 class FrameStack(Described):
@@ -135,20 +141,60 @@ def stack_frames(
     missing = frame_step[None] < begin[:, :, None] if padding == "zeros" else None
     source += length * jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     complete = (step >= n - 1)[None] | (begin > 0) | begins_window[:, None]
-    return FrameStack(
-        frames=jax.tree.map(lambda leaf: _take(leaf, source, missing, int(axis)), frames),
-        complete=complete,
-    )
+
+    def stacks(leaf: Array) -> Array:
+        place = int(axis) % (leaf.ndim - 1)
+
+        def gathered(leaf: Array, begin: Int[Array, "B L"]) -> Array:
+            del begin
+            return _gather(leaf, source, missing, place)
+
+        if not (_is_large(leaf, n) and _are_words(leaf, n, place)):
+            return gathered(leaf, begin)
+        packed = functools.partial(_pack, n, padding == "zeros")
+        return native.either(packed, packed, leaf, begin, elsewhere=gathered)
+
+    return FrameStack(frames=jax.tree.map(stacks, frames), complete=complete)
 
 
-def _take(
-    leaf: Array, source: Int[Array, "B L n"], missing: Bool[Array, "B L n"] | None, axis: int
+def _is_large(leaf: Array, n: int) -> bool:
+    return n * leaf.size * leaf.dtype.itemsize >= _LARGE
+
+
+def _are_words(leaf: Array, n: int, place: int) -> bool:
+    """Returns whether the ``n`` bytes of a stack that lie side by side fill an integer."""
+    return leaf.dtype in (jnp.uint8, jnp.int8) and n in _WORDS and place == leaf.ndim - 2
+
+
+def _gather(
+    leaf: Array, source: Int[Array, "B L n"], missing: Bool[Array, "B L n"] | None, place: int
 ) -> Array:
     """Reads frames of the flattened windows, and moves the axis of ``n`` to its place."""
-    stacks = storage.read(lax.collapse(leaf, 0, 2), source)  # [B, L, n, *frame]
+    flat = lax.collapse(leaf, 0, 2)  # [B * L, *frame]
+    # Of many frames XLA's own gather reads only those that are used.
+    large = _is_large(leaf, source.shape[2])
+    stacks = storage.select(source, flat) if large else storage.read(flat, source)
     if missing is not None:
-        stacks = trees.choose(missing, jnp.zeros_like(stacks), stacks)
-    return jnp.moveaxis(stacks, 2, 2 + axis % (leaf.ndim - 1))
+        stacks = trees.choose(missing, jnp.zeros_like(stacks), stacks)  # [B, L, n, *frame]
+    return jnp.moveaxis(stacks, 2, 2 + place)
+
+
+def _pack(n: int, zeros: bool, leaf: Array, begin: Int[Array, "B L"]) -> Array:
+    """Stacks bytes along the last axis, as integers of ``n`` bytes.
+
+    XLA on a CPU would write the stacks one frame after the other first, and then all of them again.
+    """
+    word, length = _WORDS[n], leaf.shape[1]
+    step = jnp.arange(length, dtype=jnp.int32)
+    frame = lax.bitcast_convert_type(leaf, jnp.uint8)  # [B, L, *frame]
+    nearest, stack = jnp.zeros_like(frame), jnp.zeros(leaf.shape, word)
+    for back in range(n):
+        earlier = jnp.concatenate([*[frame[:, :1]] * back, frame[:, : length - back]], axis=1)
+        instead = jnp.zeros_like(frame) if zeros else nearest
+        nearest = trees.choose(begin <= (step - back)[None], earlier, instead)  # [B, L, *frame]
+        # The oldest frame comes first, in the lowest byte.
+        stack |= nearest.astype(word) << word(8 * (n - 1 - back))
+    return lax.bitcast_convert_type(stack, leaf.dtype)  # [B, L, *frame, n]
 
 
 def _check_axis(axis: object, frame: tuple[int, ...]) -> None:

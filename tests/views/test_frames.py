@@ -46,6 +46,32 @@ def test_agrees_with_one_loop_per_stack(n, cut):
             assert stacks.complete[row, t] == (complete or first[row])
 
 
+@pytest.mark.parametrize("padding", ["first", "zeros"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.float32, np.bool_])
+def test_large_frames_are_stacked_as_small_ones(padding, n, dtype):
+    """Many bytes take other ways than few."""
+    random = np.random.default_rng(n)
+    obs = random.integers(-128, 128, (24, 6, 64, 64)).astype(dtype)
+    ends = random.random((24, 6)) < 0.2
+
+    def stacked(obs, axis):
+        options = {"axis": axis, "padding": padding}
+        return jax.jit(lambda w: jaxbuf.stack_frames(w, n, **options).frames)(window(obs, ends))
+
+    large = stacked(obs, -1)
+    chex.assert_shape(large, (24, 6, 64, 64, n))
+    assert large.dtype == dtype
+    for row in (0, 63):
+        small = stacked(obs[:, :, row, :2], -1)
+        np.testing.assert_array_equal(large[:, :, row, :2], small)
+    for axis in (0, 1):
+        np.testing.assert_array_equal(stacked(obs, axis), np.moveaxis(large, -1, 2 + axis))
+    given = window(obs.reshape(2, 12, 6, 64, 64), ends.reshape(2, 12, 6))
+    of_members = jax.vmap(lambda w: jaxbuf.stack_frames(w, n, padding=padding).frames)(given)
+    np.testing.assert_array_equal(of_members, large.reshape(of_members.shape))
+
+
 def test_alfs_own_numbers():
     """Episodes of 17 and of 22 steps, stacks of three at a step and at the next one."""
     step = {"obs": jnp.int32(0), "terminated": jnp.bool_(False)}
