@@ -402,7 +402,7 @@ def update_score(buffer, sample, scale, key):
     return buffer.update_score(sample.slots, scale * jnp.ones(BATCH), mask=sample.valid)
 
 
-@operation(lambda buffer: is_single(buffer) and any(p.lets_remove for p in buffer.extras))
+@operation(lambda buffer: is_single(buffer) and buffer.lets_remove)
 def remove(buffer, sample, scale, key):
     return buffer.remove(sample.slots, mask=sample.valid & (scale > 0))
 

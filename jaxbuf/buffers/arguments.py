@@ -334,6 +334,7 @@ def check_parts(
         part = checks.check_kind(f"parts[{i}]", value, Part, expected)
         check_declared(part)
         _check_reasons(part)
+        _check_hooks(part)
         chosen.append(part)
     for kind in (Episodes, Freshness, Diversity):
         if sum(isinstance(part, kind) for part in chosen) > 1:
@@ -355,6 +356,28 @@ def _check_reasons(part: Part) -> None:
         )
 
 
+# What buffers of version 0.3 called of every part, and what takes its place.
+_FORMER_HOOKS = {
+    "on_steps": "on_add",
+    "refuse_windows": "refuse, which gets their slots as rows.completed",
+    "init_windows": "init",
+    "on_map": "on_write",
+    "check_write": "on_write, which may raise an error",
+    "on_clear_envs": "on_remove",
+    **dict.fromkeys(
+        ("on_use", "on_version", "uses_version", "retires", "on_clear"),
+        "a class that derives from jaxbuf.Freshness",
+    ),
+}
+
+
+def _check_hooks(part: Part) -> None:
+    ours = next(kind for kind in type(part).__mro__ if kind.__module__.startswith("jaxbuf."))
+    for name, other in _FORMER_HOOKS.items():
+        if hasattr(part, name) and not hasattr(ours, name):
+            raise ValueError(f"{part} has {name}, which no buffer calls any more; write {other}")
+
+
 def check_version(version: object, session: object) -> tuple[Count, Count | None]:
     """Returns the learner's version and session as arrays.
 
@@ -367,13 +390,13 @@ def check_version(version: object, session: object) -> tuple[Count, Count | None
     return version, storage.check_rows(session, "session", (), np.int32, "a number")
 
 
-def check_version_used(extras: tuple[Part, ...], version: object, session: object) -> None:
-    """Checks that versions and sessions are given only if a part uses them.
+def check_version_used(freshness: Freshness | None, version: object, session: object) -> None:
+    """Checks that versions and sessions are given only if the buffer limits staleness.
 
     Raises:
-        ValueError: If one of them was given and no part uses it.
+        ValueError: If one of them was given and nothing uses it.
     """
-    if any(part.uses_version for part in extras):
+    if freshness is not None:
         return
     for name, value in (("version", version), ("session", session)):
         if value is not None:

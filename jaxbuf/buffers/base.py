@@ -1,7 +1,7 @@
 """The bases of buffers that hold items of their own: how they were created, and their fields."""
 
 import abc
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 from flax import struct
@@ -17,9 +17,13 @@ from jaxbuf.core.segment_tree import using_width, width_of
 from jaxbuf.core.storage import has_shapes, like
 from jaxbuf.core.types import Arrays, Count, Index, Mask, State
 from jaxbuf.occupancy.protocol import Occupancy
+from jaxbuf.strategies.episodes import Episodes
+from jaxbuf.strategies.freshness import Freshness, FreshnessState
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows
 from jaxbuf.strategies.protocols import Sampler
+
+SomePart = TypeVar("SomePart", bound=Part)
 
 
 class OwningBuffer(Buffer):
@@ -152,11 +156,6 @@ class SampledBase(OwningBuffer, Described):
         return ()
 
     @property
-    def layout(self) -> Occupancy:
-        """The occupancy whose order the storage has: that of the items, or the rings of steps."""
-        return self.occupancy
-
-    @property
     @abc.abstractmethod
     def score_users(self) -> list[object]:
         """The strategies that use scores."""
@@ -187,17 +186,33 @@ class SampledBase(OwningBuffer, Described):
 
     @property
     def lets_remove(self) -> bool:
-        """True if a part of this buffer lets ``remove`` take items out."""
-        return any(part.lets_remove for part in self.extras)
+        """True if a part of this buffer lets ``remove`` take items out.
+
+        ``Episodes`` does not: the flags of the steps tell which windows there are.
+        """
+        return any(part.removes and not isinstance(part, Episodes) for part in self.extras)
+
+    @property
+    def freshness_state(self) -> FreshnessState:
+        """The state of ``freshness``; an empty tuple without it."""
+        return self.find_part(Freshness)[1]
+
+    def find_part(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
+        """Returns the part of this class and its state, or ``(None, ())``."""
+        for part, state in zip(self.extras, self.extra_states, strict=True):
+            if isinstance(part, kind):
+                return part, state
+        return None, ()
 
     def with_episodes(self, added: Index, removed: Int[Array, " R"]) -> Self:
         """Returns the buffer after its sampler was notified of the episodes of changed slots."""
         raise NotImplementedError
 
-    def with_state(self, i: int, state: State) -> Self:
-        """Returns the buffer with a new state of the part ``extras[i]``."""
-        states = lax.stop_gradient(self.extra_states)
-        return trees.updated(self, extra_states=(*states[:i], state, *states[i + 1 :]))
+    def with_state(self, kind: type[Part], state: State) -> Self:
+        """Returns the buffer with a new state of its part of this class."""
+        extras = zip(self.extras, lax.stop_gradient(self.extra_states), strict=True)
+        states = tuple(state if isinstance(part, kind) else before for part, before in extras)
+        return trees.updated(self, extra_states=states)
 
     def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
         """Returns new fields after a check that strategies and their states fit each other."""
@@ -226,7 +241,10 @@ def _keeps(buffer: SampledBase, name: str, new: Any) -> bool:
         return bool(jax.tree.leaves(jax.eval_shape(lambda: new.init(buffer.occupancy.capacity))))
     if name == "extras" and len(new) == len(buffer.extras):
         pairs = zip(new, buffer.extras, strict=True)
-        return any(a != b and not (type(a) is type(b) and a.adjustable) for a, b in pairs)
+        # Other limits can go on with the uses and versions of the items.
+        return any(
+            a != b and not (type(a) is type(b) and isinstance(a, Freshness)) for a, b in pairs
+        )
     return True
 
 

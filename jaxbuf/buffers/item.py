@@ -120,14 +120,7 @@ class ItemBuffer(SampledBuffer):
             if not part.of_items:
                 raise ValueError(f"an ItemBuffer cannot have {part}, which is a part for windows")
         data = storage.allocate(example, (capacity,), ("capacity", capacity))
-        return cls._empty(
-            sampler,
-            extras,
-            data,
-            evictor.init(capacity),
-            lambda part: part.init(data, capacity),
-            evictor=evictor,
-        )
+        return cls._empty(sampler, extras, data, evictor.init(capacity), evictor=evictor)
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
@@ -226,7 +219,7 @@ class ItemBuffer(SampledBuffer):
     def clear(self, envs: Envs = None) -> Self:
         if envs is not None:
             raise ValueError("envs was given, but an ItemBuffer has no environments; leave it out")
-        return self._cleared(lambda part: part.init(self.data, self.capacity))
+        return self._cleared()
 
     def route(self, operation: Operation, arguments: dict[str, Any]) -> Any:
         """Raises an error, since all other operations are of environments."""
@@ -274,7 +267,7 @@ class ItemBuffer(SampledBuffer):
         """
         items, (count,) = storage.check(self.data, items, "items", ("B",))
         shape = (count,)
-        check_version_used(self.extras, version, session)
+        check_version_used(self.freshness, version, session)
         if score is None and self.score_users:
             raise ValueError(
                 f"{self.score_users[0]} uses the score of items; pass score=[B] to add"

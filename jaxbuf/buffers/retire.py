@@ -1,4 +1,4 @@
-"""Retirement of items, which may be anywhere in a buffer: parts ask for it."""
+"""Retirement of items, which may be anywhere in a buffer: ``Freshness`` asks for it."""
 
 import dataclasses
 from typing import TypeVar
@@ -17,6 +17,7 @@ from jaxbuf.core.types import Count, Flag, Function, Index, Integers, Mask, Word
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset
+from jaxbuf.strategies.freshness import Freshness
 
 # The number of stale items that retire at a time; each of them costs an update of every tree.
 _ROWS = 256
@@ -25,29 +26,22 @@ AnyBuffer = TypeVar("AnyBuffer", bound=SampledBase)
 
 
 def on_use(buffer: AnyBuffer, slots: Slots, mask: Mask) -> AnyBuffer:
-    """Notifies all parts of uses of items, and retires the items that one of them returns."""
-    for i, part in enumerate(buffer.extras):
-        if part.counts_uses:
-            before = lax.stop_gradient(buffer.extra_states[i])
-            state, retired = part.on_use(before, slots.index, mask)
-            state = events.check_state(part.on_use, before, state)
-            buffer = buffer.with_state(i, state)
-            if retired is not None:
-                index = jnp.where(retired, slots.index, buffer.occupancy.capacity)
-                buffer = _retire(buffer, i, index, "use")
-    return buffer
+    """Counts uses of items, and retires the items that ``Freshness`` returns."""
+    limits, before = buffer.freshness, lax.stop_gradient(buffer.freshness_state)
+    state, retired = limits.on_use(before, slots.index, mask)
+    buffer = buffer.with_state(Freshness, events.check_state(limits.on_use, before, state))
+    if retired is None:
+        return buffer
+    return _retire(buffer, jnp.where(retired, slots.index, buffer.occupancy.capacity), "use")
 
 
 def on_version(buffer: AnyBuffer, version: Count, session: Count | None) -> AnyBuffer:
-    """Notifies all parts of a version, and retires the items that one of them returns."""
-    size = buffer.occupancy.size
+    """Sets the learner's version, and retires the items that are too stale for it."""
     # The loops do not carry the data of the items.
     without_data = lax.stop_gradient(dataclasses.replace(buffer, data=()))
-    for i, part in enumerate(buffer.extras):
-        if part.uses_version:
-            state = without_data.extra_states[i]
-            state = events.notify(part.on_version, state, version, session, size)
-            without_data = _retire_stale(without_data.with_state(i, state), i)
+    limits, state = buffer.freshness, without_data.freshness_state
+    state = events.notify(limits.on_version, state, version, session)
+    without_data = _retire_stale(without_data.with_state(Freshness, state))
     return dataclasses.replace(without_data, data=buffer.data)
 
 
@@ -61,57 +55,47 @@ def remove_all(buffer: AnyBuffer, mask: Bool[Array, " N"]) -> tuple[AnyBuffer, W
 
 
 def lacking(method: str) -> ValueError:
-    """Returns the error of a method for which a part has to count uses, or to know versions."""
+    """Returns the error of a method for which ``Freshness`` has to count uses, or know versions."""
     return ValueError(
         f"{method} was called, but nothing limits uses or staleness here; create the buffer with "
         "freshness=jaxbuf.Freshness(...)"
     )
 
 
-def known(buffer: SampledBase, name: str, slots: Slots) -> Integers:
-    """Returns a number that a part keeps for each item, by its name; 0 for stale slots.
+def uses_and_staleness(buffer: SampledBase, slots: Slots, method: str) -> tuple[Integers, Integers]:
+    """Returns the uses of each item, and its staleness in versions; 0 for stale slots.
 
     Raises:
-        ValueError: If no part keeps it.
+        ValueError: If the buffer has no ``Freshness``; the message names the ``method``.
     """
     slots = check_slots(slots)
-    live = buffer.occupancy.holds(slots)
-    for part, state in zip(buffer.extras, buffer.extra_states, strict=True):
-        numbers = part.known(state, slots.index)
-        if name in numbers:
-            return jnp.where(live, numbers[name], jnp.zeros_like(numbers[name]))
-    raise lacking(name)
+    if buffer.freshness is None:
+        raise lacking(method)
+    live, state = buffer.occupancy.holds(slots), buffer.freshness_state
+    version, uses = buffer.freshness.read(state, slots.index)
+    return jnp.where(live, uses, 0), jnp.where(live, state.version - version, 0)
 
 
-def _retire_stale(buffer: AnyBuffer, i: int) -> AnyBuffer:
-    """Retires the items that part ``i`` returns, and asks it as long as there can be any."""
-    part = buffer.extras[i]
-    if part.may_retire(buffer.extra_states[i]) is None:
-        return buffer
+def _retire_stale(buffer: AnyBuffer) -> AnyBuffer:
+    """Retires the items that ``Freshness`` returns, and asks it as long as there can be any."""
+    limits = buffer.freshness
 
     def may_retire(buffer: AnyBuffer) -> Flag:
-        return part.may_retire(buffer.extra_states[i])  # pyright: ignore[reportReturnType]
+        return limits.may_retire(buffer.freshness_state)
 
-    def retire(buffer: AnyBuffer) -> AnyBuffer:
-        found = part.retires(buffer.extra_states[i])
-        if not isinstance(found, tuple):
-            found = jnp.arange(found.shape[0], dtype=jnp.int32), found
-        slots, stale = found
+    def retire_some(buffer: AnyBuffer) -> AnyBuffer:
+        slots, stale = limits.retires(buffer.freshness_state)
         assert isinstance(buffer.occupancy, Subset)
-        buffer = _retire_all(buffer, i, slots, stale & buffer.occupancy.members.get(slots))
-        return buffer.with_state(i, events.notify(part.looked, buffer.extra_states[i]))
+        stale &= buffer.occupancy.members.get(slots)
+        buffer = _in_rounds(
+            buffer, slots, stale, lambda buffer, index: _retire(buffer, index, "version")
+        )
+        return buffer.with_state(
+            Freshness, events.notify(limits.with_bounds, buffer.freshness_state)
+        )
 
     # XLA updates what a loop carries in place.
-    return lax.while_loop(may_retire, retire, vary_with(buffer, buffer))
-
-
-def _retire_all(
-    buffer: AnyBuffer, i: int, slots: Int[Array, " C"], stale: Bool[Array, " C"]
-) -> AnyBuffer:
-    """Retires the ``stale`` ones among the items in these slots."""
-    return _in_rounds(
-        buffer, slots, stale, lambda buffer, index: _retire(buffer, i, index, "version")
-    )
+    return lax.while_loop(may_retire, retire_some, vary_with(buffer, buffer))
 
 
 def _in_rounds(
@@ -134,12 +118,12 @@ def _in_rounds(
     return lax.while_loop(is_left, change_some, carry)[1]
 
 
-def _retire(buffer: AnyBuffer, i: int, index: Index, event: str) -> AnyBuffer:
-    """Removes the items in these slots, and notifies part ``i``, which has asked for it."""
+def _retire(buffer: AnyBuffer, index: Index, event: str) -> AnyBuffer:
+    """Removes the items in these slots, and notifies ``Freshness``, which has asked for it."""
     buffer, count = remove(buffer, index)
-    part, before = buffer.extras[i], buffer.extra_states[i]
-    after = part.on_retire(before, index, count, event=event)
-    return buffer.with_state(i, events.check_state(part.on_retire, before, after))
+    limits, before = buffer.freshness, buffer.freshness_state
+    after = limits.on_retire(before, index, count, event=event)
+    return buffer.with_state(Freshness, events.check_state(limits.on_retire, before, after))
 
 
 def remove(buffer: AnyBuffer, index: Index) -> tuple[AnyBuffer, Word]:

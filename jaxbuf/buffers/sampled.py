@@ -46,12 +46,12 @@ from jaxbuf.core.types import (
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.subset import Subset
 from jaxbuf.strategies.diversity import Diversity
-from jaxbuf.strategies.freshness import Freshness, FreshnessState
+from jaxbuf.strategies.episodes import Episodes
+from jaxbuf.strategies.freshness import Freshness
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Draw, Sampler, Support
 
-SomePart = TypeVar("SomePart", bound=Part)
 AnyBuffer = TypeVar("AnyBuffer", bound="SampledBuffer")
 
 
@@ -76,13 +76,11 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         extras: tuple[Part, ...],
         data: Arrays,
         occupancy: Occupancy,
-        init: Callable[[Part], State],
         **others: Any,
     ) -> Self:
         """Returns an empty buffer of these fields, after checks that they fit each other.
 
-        If a part removes items, the occupancy becomes a ``Subset``; ``init`` returns the state of a
-        part for an empty buffer.
+        If a part removes items, the occupancy becomes a ``Subset``.
         """
         num_slots = occupancy.num_slots
         if any(part.removes for part in extras):
@@ -94,7 +92,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
             occupancy=occupancy,
             sampler_state=bind(sampler, values).init(num_slots),
             counters=counters.tally(counter_names(extras), {"rejected": ~legal}),
-            extra_states=tuple(map(init, extras)),
+            extra_states=init_states(extras, data, occupancy.places),
             sampler=sampler,
             extras=extras,
             hyperparameters=values,
@@ -132,22 +130,17 @@ class SampledBuffer(SlottedBuffer, SampledBase):
     @property
     def freshness(self) -> Freshness | None:
         """The limits on uses and staleness; None without ``Freshness``."""
-        return self._find_extra(Freshness)[0]
-
-    @property
-    def freshness_state(self) -> FreshnessState:
-        """The state of ``freshness``; an empty tuple without it."""
-        return self._find_extra(Freshness)[1]
+        return self.find_part(Freshness)[0]
 
     @property
     def diversity(self) -> Diversity | None:
         """The filter that admits only items that differ enough; None without it."""
-        return self._find_extra(Diversity)[0]
+        return self.find_part(Diversity)[0]
 
     @property
     def diversity_state(self) -> Any:
         """The state of ``diversity``; an empty tuple without it."""
-        return self._find_extra(Diversity)[1]
+        return self.find_part(Diversity)[1]
 
     def next_batch(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -287,16 +280,9 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         rows = min(sizes.check_count("batch_size", batch_size), self.capacity)
         write_back.check_writable(self, path, every=True)
         data, states = write_back.map_field(self, path, fn, rows)
-        detached = lax.stop_gradient(data)
-        return trees.updated(
-            self,
-            data=data,
-            sampler_state=lax.stop_gradient(self.sampler_state),
-            extra_states=tuple(
-                events.notify(part.on_map, lax.stop_gradient(state), detached, self.layout, path)
-                for part, state in zip(self.extras, states, strict=True)
-            ),
-        )
+        state, states = lax.stop_gradient((self.sampler_state, states))
+        buffer = trees.updated(self, data=data, sampler_state=state, extra_states=states)
+        return buffer._mapped(path)
 
     def update_score(
         self,
@@ -357,7 +343,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return self.gather(Draw(index, probability, live))
 
     def mark_used(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
-        if not any(part.counts_uses for part in self.extras):
+        if self.freshness is None:
             raise retire.lacking("mark_used")
         slots = check_slots(slots)
         mask = check_mask(mask, slots.index.shape)
@@ -366,15 +352,15 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return retire.on_use(self, slots, self.occupancy.holds(slots) & mask)
 
     def set_version(self, version: int | Count, session: int | Count | None = None) -> Self:
-        if not any(part.uses_version for part in self.extras):
+        if self.freshness is None:
             raise retire.lacking("set_version")
         return retire.on_version(self, *check_version(version, session))
 
     def use_count(self, slots: Slots) -> Integers:
-        return retire.known(self, "use_count", slots)
+        return retire.uses_and_staleness(self, slots, "use_count")[0]
 
     def staleness(self, slots: Slots) -> Integers:
-        return retire.known(self, "staleness", slots)
+        return retire.uses_and_staleness(self, slots, "staleness")[1]
 
     def support(self) -> Support:
         return self.bound_sampler.support(lax.stop_gradient(self.sampler_state), self.occupancy)
@@ -490,6 +476,11 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         """Returns the buffer that ``sample`` draws from with its options."""
         return self
 
+    def _mapped(self, path: str | None) -> Self:
+        """Returns the buffer after a field of all that it stores has changed."""
+        del path
+        return self
+
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size}
 
@@ -519,30 +510,29 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         ]
         return trees.updated(self, extra_states=tuple(states))
 
-    def _find_extra(self, kind: type[SomePart]) -> tuple[SomePart | None, State]:
-        """Returns the part of this class and its state, or ``(None, ())``."""
-        for part, state in zip(self.extras, self.extra_states, strict=True):
-            if isinstance(part, kind):
-                return part, state
-        return None, ()
-
-    def _cleared(self, init: Callable[[Part], State]) -> Self:
-        """Returns the buffer with empty slots, which shares no array with the original.
-
-        Args:
-            init: Returns the state of a part for an empty buffer.
-        """
+    def _cleared(self) -> Self:
+        """Returns the buffer with empty slots, which shares no array with the original."""
         empty = trees.updated(
             self,
             data=jax.tree.map(jnp.zeros_like, self.data),
             occupancy=self.occupancy.clear(),
             sampler_state=self.bound_sampler.init(self.num_slots),
-            extra_states=tuple(
-                events.notify(part.on_clear, state, init(part))
-                for part, state in self._extras_and_states()
-            ),
+            extra_states=init_states(self.extras, self.data, self.occupancy.places),
         )
+        if limits := self.freshness:
+            state = limits.clear(self.freshness_state, empty.freshness_state)
+            empty = empty.with_state(Freshness, state)
         return trees.in_place_of(self, empty)
+
+
+def init_states(extras: tuple[Part, ...], data: Arrays, occupancy: Any) -> tuple[State, ...]:
+    """Returns the states of parts for empty slots; of windows, the occupancy is their rings."""
+    return tuple(
+        part.init_windows(data, occupancy)
+        if isinstance(part, Episodes)
+        else part.init(data, occupancy.num_slots)
+        for part in extras
+    )
 
 
 def check_metric_names(buffer: AnyBuffer) -> AnyBuffer:

@@ -168,7 +168,7 @@ class TrajectoryBuffer(SampledBuffer):
                 )
         data = storage.allocate(example, (num_envs * length,), ("length", length))  # [E * N, ...]
         rings = Rings.create(num_envs, length, sequence_length, period, ignored)
-        return cls._empty(sampler, extras, data, rings, lambda part: part.init_windows(data, rings))
+        return cls._empty(sampler, extras, data, rings)
 
     @staticmethod
     def check_fit(sampler: Sampler, extras: tuple[Part, ...], occupancy: Occupancy) -> None:
@@ -186,12 +186,12 @@ class TrajectoryBuffer(SampledBuffer):
     @property
     def episodes(self) -> Episodes | None:
         """The configuration of the index of episodes; None without ``Episodes``."""
-        return self._find_extra(Episodes)[0]
+        return self.find_part(Episodes)[0]
 
     @property
     def episode_index(self) -> EpisodeIndex | None:
         """The index of episodes; None without ``Episodes``."""
-        return self._find_extra(Episodes)[1] if self.episodes else None
+        return self.find_part(Episodes)[1] if self.episodes else None
 
     @property
     def rings(self) -> Rings:
@@ -337,7 +337,7 @@ class TrajectoryBuffer(SampledBuffer):
         rows = StepRows(**vars(offered), rings=self.rings, target=target)
         flat = jax.tree.map(lambda leaf: lax.collapse(leaf, 0, 2), steps)  # [E * T, ...]
         buffer = trees.updated(self, data=storage.write(self.data, flat, target.reshape(-1)))
-        buffer = buffer._notify(lambda part: part.on_steps, self._windows_at(target), rows)
+        buffer = buffer._notify(lambda part: part.on_add, self._windows_at(target), rows)
         counts = {"adds": rows.count}
         if value is not None:
             refuse({"rejected": ~self.bound_sampler.accepts(value)}, rows.taken, counts)
@@ -414,11 +414,13 @@ class TrajectoryBuffer(SampledBuffer):
 
     def clear(self, envs: Envs = None) -> Self:
         if envs is None:
-            return self._cleared(lambda part: part.init_windows(self.data, self.rings))
+            return self._cleared()
         mask = mask_of(envs, self.num_envs)
         buffer = self._without_newest(jnp.where(mask, self.rings.held.astype(jnp.int32), 0))
         cleared = buffer._change_windows(self.rings.clear(mask))
-        return cleared._notify(lambda part: part.on_clear_envs, mask)
+        if self.episodes is None:
+            return cleared
+        return cleared.with_state(Episodes, cleared._index().clear(mask))
 
     @property
     def end_position(self) -> UInt[Array, " E"]:
@@ -533,12 +535,11 @@ class TrajectoryBuffer(SampledBuffer):
         return mask & windows.occupancy.holds(slots)[:, None]
 
     def end_episodes(self, envs: Envs = None) -> Self:
-        i = self._need_episodes("end_episodes was called, but ")
-        index, rings = self._index(), self.rings
+        index, rings = self._index("end_episodes was called, but "), self.rings
         mask = mask_of(envs, self.num_envs) & (index.run > 0)  # [E]
         newest = self._newest_rows(mask)  # [E]
         data, paths = index.episodes.truncate(self.data, newest)
-        ended = trees.updated(self.with_state(i, index.end(rings, mask)), data=data)
+        ended = trees.updated(self.with_state(Episodes, index.end(rings, mask)), data=data)
         steps = lax.stop_gradient(storage.read(data, newest))  # [E, ...]
         if write_back.follows_writes(self.extras):
             for path in paths:
@@ -559,9 +560,8 @@ class TrajectoryBuffer(SampledBuffer):
         return trees.updated(ended, counters=self._counted(counts))
 
     def drop_newest_episode(self, envs: Envs = None) -> Self:
-        i = self._need_episodes("drop_newest_episode was called, but ")
+        index, rings = self._index("drop_newest_episode was called, but "), self.rings
         mask = mask_of(envs, self.num_envs)  # [E]
-        index, rings = self._index(), self.rings
         newest = self._newest_rows(mask)  # [E]
         steps = index.steps_before(newest) + 1  # [E]
         count = jnp.where(newest < self.capacity, steps, 0)  # [E]
@@ -570,7 +570,7 @@ class TrajectoryBuffer(SampledBuffer):
         across = 0 if index.episodes.boundary == "avoid" else self.sequence_length - 1
         buffer = self._without_newest(jnp.where(count > 0, count + across, 0))
         buffer = buffer._change_windows(rings.retract(count))
-        return buffer.with_state(i, buffer._index().clear(mask))
+        return buffer.with_state(Episodes, buffer._index().clear(mask))
 
     def _without_newest(self, count: Int[Array, " E"]) -> Self:
         """Removes the windows that start at the newest ``count`` steps of each ring.
@@ -613,21 +613,25 @@ class TrajectoryBuffer(SampledBuffer):
             "num_earliest_ignored": self.num_earliest_ignored,
         }
 
-    def _index(self) -> EpisodeIndex:
-        return lax.stop_gradient(self.extra_states[self._need_episodes()])
-
-    def _need_episodes(self, what: str = "") -> int:
-        """Returns the index of ``Episodes`` among the parts.
+    def _index(self, what: str = "") -> EpisodeIndex:
+        """Returns the index of episodes, through which no gradient flows.
 
         Raises:
             ValueError: If the buffer has none; the message begins with ``what``.
         """
-        for i, part in enumerate(self.extras):
-            if isinstance(part, Episodes):
-                return i
-        raise ValueError(
-            f"{what}episodes is None; create the buffer with episodes=jaxbuf.Episodes()"
-        )
+        episodes, index = self.find_part(Episodes)
+        if episodes is None:
+            raise ValueError(
+                f"{what}episodes is None; create the buffer with episodes=jaxbuf.Episodes()"
+            )
+        return lax.stop_gradient(index)
+
+    def _mapped(self, path: str | None) -> Self:
+        if self.episodes is None:
+            return self
+        data = lax.stop_gradient(self.data)
+        index = self.episodes.on_map(self._index(), data, self.rings, path)
+        return self.with_state(Episodes, index)
 
     def _sizes(self) -> dict[str, Array]:
         return {"size": self.size, "windows": self.occupancy.size}
@@ -655,7 +659,7 @@ class TrajectoryBuffer(SampledBuffer):
         steps, batch = check_steps(self.data, steps, count, what)
         axes = f"({first}, T)" if len(batch) > 1 else f"({first},)"
         shape = (count, batch[1] if len(batch) > 1 else 1)
-        check_version_used(self.extras, version, session)
+        check_version_used(self.freshness, version, session)
         if priority is not None:
             needs_priority(self.sampler, "priority was given")
             priority = check_priority(priority, batch, axes).reshape(shape)  # [E, T]
@@ -679,7 +683,8 @@ class TrajectoryBuffer(SampledBuffer):
         removed: list[Int[Array, "E H"]] = []
         slots = self.rings.num_slots
         for part, state in self._extras_and_states():
-            if reasons := events.query(part.refuse_windows, state, completed, rows):
+            offered = dataclasses.replace(rows, completed=completed)
+            if reasons := events.query(part.refuse, state, offered, self.occupancy):
                 refused = refuse(reasons, completed < slots, counts)  # [E, H]
                 removed.append(jnp.where(refused, completed, slots))
                 completed = jnp.where(refused, slots, completed)  # [E, H]
@@ -815,10 +820,6 @@ class TrajectoryBuffer(SampledBuffer):
     @property
     def step_axes(self) -> tuple[int, ...]:
         return (self.sequence_length,)
-
-    @property
-    def layout(self) -> Rings:
-        return self.rings
 
     @property
     def score_users(self) -> list[object]:

@@ -26,11 +26,11 @@ def check_writable(buffer: SampledBase, path: str | None, *, every: bool) -> Arr
         every: Whether the field of all items changes, as in ``map_field``.
 
     Raises:
-        ValueError: If there is no such field, or a part does not allow that it changes.
+        ValueError: If there is no such field, or ``Episodes`` does not allow that it changes.
     """
     field = fields.stored(buffer.data, path, f"{buffer.unit} have")
-    for part in buffer.extras:
-        part.check_write(path, buffer.data, every=every)
+    if buffer.episodes is not None:
+        buffer.episodes.check_write(path, buffer.data, every=every)
     return field
 
 
@@ -44,7 +44,7 @@ def notify_of_write(
     """Returns the states of the parts after their ``on_write``.
 
     Args:
-        buffer: The buffer, of which only the parts and the layout are used.
+        buffer: The buffer, of which only the parts and the places of rows are used.
         states: The states of the parts.
         row: The rows of the storage that were written; past the end for none.
         items: What they hold now, leaves ``[*row.shape, ...]``.

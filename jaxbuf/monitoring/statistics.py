@@ -16,7 +16,7 @@ from jaxbuf.buffers.arguments import needs_priority
 from jaxbuf.buffers.base import owns_items
 from jaxbuf.buffers.buffer import as_buffer
 from jaxbuf.buffers.item import ItemBuffer
-from jaxbuf.buffers.retire import known
+from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample, check_sample
 from jaxbuf.core import checks, storage, trees
 from jaxbuf.core.describe import Described
@@ -217,7 +217,7 @@ def _values(buffer: Any, batch: Sample, priority: Any) -> dict[str, Floats]:
     """Returns the values to record for each row, by the first word of their columns' names."""
     values: dict[str, Array] = {}
     if buffer.freshness is not None:
-        use, staleness = (known(buffer, name, batch.slots) for name in ("use_count", "staleness"))
+        use, staleness = uses_and_staleness(buffer, batch.slots, "staleness")
         values["use"] = use.astype(jnp.float32)
         values["staleness"] = staleness.astype(jnp.float32)
     if priority is not None:

@@ -15,10 +15,9 @@ from jaxbuf.core import checks, fields, sizes, storage
 from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.types import Arrays, Index, Integers, Mask, Word, Words
-from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.part import Part, StepRows
+from jaxbuf.strategies.part import Part, Rows, StepRows
 from jaxbuf.strategies.returns import (
     RECURRENCES,
     Recorded,
@@ -189,14 +188,18 @@ class Episodes(Part):
         open_episodes = moves.of_envs(blank, open_episodes)
         return state.replace(behind=behind, returns=returns, since=since, **open_episodes)
 
-    def on_steps(
-        self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: StepRows
-    ) -> "EpisodeIndex":
+    def on_add(self, state: "EpisodeIndex", index: Int[Array, "E T"], rows: Rows) -> "EpisodeIndex":
         del index
+        assert isinstance(rows, StepRows)
         return state.extend(rows.items, rows.rings, rows.target, rows.mask)
 
     def check_write(self, path: str | None, data: Arrays, *, every: bool) -> None:
         """Refuses changes of the flags, and of single rewards whose returns are recorded.
+
+        Args:
+            path: The field that is to change; None for whole steps.
+            data: The buffer's storage; only its structure matters.
+            every: Whether the field of all steps changes, as in ``map_field``.
 
         Raises:
             ValueError: If the field is, or has, one of these.
@@ -217,20 +220,12 @@ class Episodes(Part):
             )
 
     def on_map(
-        self, state: "EpisodeIndex", data: Arrays, occupancy: Occupancy | Rings, path: str | None
+        self, state: "EpisodeIndex", data: Arrays, rings: Rings, path: str | None
     ) -> "EpisodeIndex":
-        assert isinstance(occupancy, Rings)
+        """Returns the index after ``map_field`` has changed a field of all steps."""
         if not (self.record_return and fields.overlap(data, path, self.reward)):
             return state
-        return state.recomputed(occupancy, data)
-
-    def on_clear_envs(self, state: "EpisodeIndex", envs: Bool[Array, " E"]) -> "EpisodeIndex":
-        return state.clear(envs)
-
-    @property
-    def lets_remove(self) -> bool:
-        """False: the flags of the steps tell which windows there are."""
-        return False
+        return state.recomputed(rings, data)
 
     @property
     def pads(self) -> bool:

@@ -23,7 +23,7 @@ from jaxbuf.core.division import quotient
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.types import Arrays, Count, Flag, Index, Mask, Word
 from jaxbuf.occupancy.bitset import Bitset
-from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows
 
@@ -127,10 +127,7 @@ class Freshness(Part):
     comparison: Comparison = ">="
 
     reasons = ("refused_stale",)
-    uses_version = True
-    counts_uses = True
     removes = True
-    adjustable = True
     of_windows = True
     of_shards = True
 
@@ -151,10 +148,15 @@ class Freshness(Part):
         )
 
     def on_version(
-        self, state: FreshnessState, version: Count, session: Count | None, size: Count
+        self, state: FreshnessState, version: Count, session: Count | None
     ) -> FreshnessState:
-        """Sets the learner's version; if the session changes, all present items are too stale."""
-        del size
+        """Sets the learner's version; if the session changes, all present items are too stale.
+
+        Args:
+            state: The state.
+            version: The learner's version, int32.
+            session: The number of the learner's run, int32; None if it was not given.
+        """
         change = {"version": (version - state.version).astype(jnp.uint32)}
         # When the learner goes back, incomplete windows that were too stale can be fresh again.
         recheck = self.floor(version) < self.floor(state.version)
@@ -182,26 +184,25 @@ class Freshness(Part):
         return jnp.maximum(version, jnp.int32(behind - _NEVER)) - jnp.int32(behind)
 
     def refuse(
-        self, state: FreshnessState, rows: Rows, occupancy: ItemOccupancy
-    ) -> dict[str, Mask]:
+        self, state: FreshnessState, rows: Rows, occupancy: Occupancy
+    ) -> dict[str, Bool[Array, "..."]]:
         del occupancy
+        if isinstance(rows, StepRows):
+            assert rows.completed is not None
+            version, _ = self.read(state, rows.completed)
+            return {"refused_stale": version < self.floor(state.version)}
         if rows.session is None and (rows.version is None or self.max_staleness is None):
             return {}
         return {"refused_stale": self._versions(state, rows) < self.floor(state.version)}
 
-    def on_add(self, state: FreshnessState, index: Index, rows: Rows) -> FreshnessState:
-        return self._recorded(state, index, rows)
-
-    def on_steps(
-        self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
-    ) -> FreshnessState:
-        return self._recorded(state, index, rows)
-
-    def refuse_windows(
-        self, state: FreshnessState, index: Int[Array, "E T"], rows: StepRows
-    ) -> dict[str, Bool[Array, "E T"]]:
-        del rows
-        return {"refused_stale": self.read(state, index)[0] < self.floor(state.version)}
+    def on_add(self, state: FreshnessState, index: Int[Array, "..."], rows: Rows) -> FreshnessState:
+        version = self._versions(state, rows)
+        added = jnp.where(index < state.versions.shape[0], version, _NEVER)
+        return state.replace(
+            oldest=state.oldest.at[quotient(index, _BLOCK)].min(added, mode="drop"),
+            versions=state.versions.at[index].set(version, mode="drop"),
+            uses=state.uses.at[index].set(0, mode="drop"),
+        )
 
     def read(
         self, state: FreshnessState, index: Int[Array, "..."]
@@ -216,6 +217,16 @@ class Freshness(Part):
     def on_use(
         self, state: FreshnessState, index: Index, taken: Mask
     ) -> tuple[FreshnessState, Mask | None]:
+        """Counts uses of items, and chooses the items that retire.
+
+        Args:
+            state: The state.
+            index: The slots of the items, ``[B]``; an item that occurs twice was used twice.
+            taken: A mask of the rows that count, ``[B]``.
+
+        Returns:
+            The new state, and a mask of the items that retire, ``[B]``; None for no item.
+        """
         # Counts stop at the largest int32. The update therefore comes after a read of the uses, and
         # after other readers such as ``Statistics`` (see ``core.order``).
         counted = taken & (storage.select(index, state.uses) < _NEVER)
@@ -226,14 +237,20 @@ class Freshness(Part):
         return state, taken & (storage.select(index, uses) >= self.max_use)
 
     def may_retire(self, state: FreshnessState) -> Flag:
+        """Returns whether ``retires`` may find items that are too stale."""
         return jnp.min(state.oldest) < self.floor(state.version)
 
     def retires(self, state: FreshnessState) -> tuple[Int[Array, " C"], Bool[Array, " C"]]:
+        """Returns some slots to check, no slot twice, and a mask of these whose items retire.
+
+        Slots that hold no item, or are past the end, are ignored.
+        """
         index = self._suspects(state).reshape(-1)
         stale = storage.select(index, state.versions) < self.floor(state.version)
         return index, stale & (index < state.versions.shape[0])
 
-    def looked(self, state: FreshnessState) -> FreshnessState:
+    def with_bounds(self, state: FreshnessState) -> FreshnessState:
+        """Updates the lower bounds after the items that ``retires`` returned have retired."""
         index = self._suspects(state)
         versions = storage.select(index, state.versions)
         gone = (versions < self.floor(state.version)) | (index >= state.versions.shape[0])
@@ -244,7 +261,7 @@ class Freshness(Part):
     def _suspects(self, state: FreshnessState) -> Int[Array, "K S"]:
         """Returns the slots of the first blocks that may have stale items; past the end for none.
 
-        ``looked`` gets the same ones as ``retires``, because retirement changes no lower bound.
+        ``with_bounds`` gets the same ones as ``retires``: retirement changes no lower bound.
         """
         blocks = Bitset.of(state.oldest < self.floor(state.version))
         rank = jnp.arange(min(blocks.capacity, _BLOCKS), dtype=jnp.int32)
@@ -254,6 +271,14 @@ class Freshness(Part):
     def on_retire(
         self, state: FreshnessState, index: Index, count: Word, *, event: str
     ) -> FreshnessState:
+        """Counts items that have retired, after ``on_remove`` was called with them.
+
+        Args:
+            state: The state.
+            index: Their slots, ``[B]``; past the end for other rows.
+            count: The number of items that retired.
+            event: Why: ``"use"`` or ``"version"``.
+        """
         if event == "use":
             return state.more(retired_used=count)
         # A window that is completed again stays too stale. The write also makes XLA read all
@@ -261,11 +286,8 @@ class Freshness(Part):
         versions = state.versions.at[index].set(_TOO_OLD, mode="drop")
         return state.replace(versions=versions).more(retired_stale=count)
 
-    def known(self, state: FreshnessState, index: Index) -> dict[str, Array]:
-        version, uses = self.read(state, index)
-        return {"use_count": uses, "staleness": state.version - version}
-
-    def on_clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
+    def clear(self, state: FreshnessState, empty: FreshnessState) -> FreshnessState:
+        """Returns the ``empty`` state with the counts, and the learner's version, of another."""
         return empty.replace(counters=state.counters)
 
     def move(self, empty: FreshnessState, state: FreshnessState, moves: Moves) -> FreshnessState:
@@ -322,15 +344,3 @@ class Freshness(Part):
         if rows.session is None:
             return version
         return jnp.where(rows.session == state.session, version, _TOO_OLD)
-
-    def _recorded(
-        self, state: FreshnessState, index: Int[Array, "..."], rows: Rows
-    ) -> FreshnessState:
-        """Records new items, or first steps of windows, at ``index``."""
-        version = self._versions(state, rows)
-        added = jnp.where(index < state.versions.shape[0], version, _NEVER)
-        return state.replace(
-            oldest=state.oldest.at[quotient(index, _BLOCK)].min(added, mode="drop"),
-            versions=state.versions.at[index].set(version, mode="drop"),
-            uses=state.uses.at[index].set(0, mode="drop"),
-        )

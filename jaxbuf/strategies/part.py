@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 from numpy.typing import NDArray
 
-from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Mask, State, Word
-from jaxbuf.occupancy.protocol import ItemOccupancy, Occupancy
+from jaxbuf.core.types import Arrays, Floats, Index, State, Word
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Movable
 
@@ -68,10 +68,13 @@ class StepRows(Rows):
         rings: The rings before these steps are added.
         target: The row of the storage for each step, ``[E, T]``; past the end if the step is not
             added, or is overwritten by a later one.
+        completed: For ``refuse``, the slots of the windows that these steps completed, ``[E, H]``;
+            past the end for none.
     """
 
     rings: Rings = dataclasses.field(kw_only=True)
     target: Int[Array, "E T"] = dataclasses.field(kw_only=True)
+    completed: Int[Array, "E H"] | None = dataclasses.field(default=None, kw_only=True)
 
 
 class Part(Movable):
@@ -85,15 +88,15 @@ class Part(Movable):
     counted under the first reason that applies, and rows refused by an earlier part are no longer
     ``taken`` for later ones. The reason ``"rejected"`` means that the row cannot be judged.
 
+    After ``clear`` of all items the state is that of ``init``. Uses of items, and versions of the
+    policies that generated them, are the matter of ``Freshness``: a class that derives from it may
+    override ``on_use``, which chooses the items that retire.
+
     Attributes:
         reasons: The names under which refused rows are counted in ``metrics()``. The name
             ``"removed"`` counts items that ``remove`` took out.
         uses_score: Whether ``add`` needs a ``score``.
-        uses_version: Whether ``add`` takes a ``version`` and a ``session``, and ``on_version`` is
-            called with the learner's version.
-        counts_uses: Whether ``on_use`` is called with the items that were used.
         removes: Whether items may be removed, or windows refused, while their neighbors stay.
-        adjustable: Whether another configuration of the same class can go on with its state.
         of_items: Whether the part can be used in an ``ItemBuffer``.
         of_windows: Whether the part can be used in a ``TrajectoryBuffer``.
         of_shards: Whether the part can be used in the shards of a ``Sharded``, each of which sees
@@ -130,18 +133,10 @@ class Part(Movable):
 
     reasons: tuple[str, ...] = ()
     uses_score: bool = False
-    uses_version: bool = False
-    counts_uses: bool = False
     removes: bool = False
-    adjustable: bool = False
     of_items: bool = True
     of_windows: bool = False
     of_shards: bool = False
-
-    @property
-    def lets_remove(self) -> bool:
-        """True if ``remove`` of the buffer may take items out; by default if ``removes`` is."""
-        return self.removes
 
     def init(self, data: Arrays, slots: int) -> State:
         """Returns the state for an empty buffer.
@@ -154,128 +149,37 @@ class Part(Movable):
         del data, slots
         return ()
 
-    def init_windows(self, data: Arrays, rings: Rings) -> State:
-        """Returns the state for empty rings of steps; by default that of ``init``.
+    def refuse(self, state: State, rows: Rows, occupancy: Any) -> dict[str, Bool[Array, "..."]]:
+        """Returns masks of the items to refuse, or of the windows that are not drawn, by reason.
 
         Args:
-            data: As for ``init``.
-            rings: The rings, which tell how many environments there are, and how long each is.
+            state: The state. For windows, ``on_add`` was called with their steps before.
+            rows: The items, ``[B]``. For windows ``StepRows``, ``[E, H]``: column ``h`` has the
+                step that completed the window in this column of ``rows.completed``. ``H`` is the
+                number of steps of the add; or else, where windows end with their episodes (see
+                ``Episodes``), one step may complete several windows.
+            occupancy: The occupancy from before the add: an ``ItemOccupancy`` or, for windows,
+                their ``Occupancy``.
         """
-        return self.init(data, rings.num_slots)
-
-    def refuse(self, state: State, rows: Rows, occupancy: ItemOccupancy) -> dict[str, Mask]:
-        """Returns masks of the items to refuse, by reason; the occupancy is from before the add."""
         del state, rows, occupancy
         return {}
 
-    def on_add(self, state: State, index: Index, rows: Rows) -> State:
-        """Updates the state after items were written to the slots ``index``."""
-        del index, rows
-        return state
+    def on_add(self, state: State, index: Int[Array, "..."], rows: Rows) -> State:
+        """Updates the state after items, or steps, were written.
 
-    def on_steps(self, state: State, index: Int[Array, "E T"], rows: StepRows) -> State:
-        """Updates the state after steps were written; ``index`` has the windows they begin."""
-        del index, rows
-        return state
-
-    def refuse_windows(
-        self, state: State, index: Int[Array, "E H"], rows: StepRows
-    ) -> dict[str, Bool[Array, "E H"]]:
-        """Returns masks, by reason, of the just completed windows ``index`` that are not drawn.
-
-        Row ``h`` is the step that completed window ``h``. Where windows end with their episodes
-        (see ``Episodes``), one step may complete several windows. Otherwise ``H`` is the ``T`` of
-        the steps.
+        Args:
+            state: The state.
+            index: The slots of the items, ``[B]``; past the end for rows that were not written. For
+                steps the windows that they begin, ``[E, T]``, complete or not.
+            rows: The rows that were added; for steps ``StepRows``.
         """
-        del state, index, rows
-        return {}
+        del index, rows
+        return state
 
     def on_remove(self, state: State, index: Index) -> State:
         """Updates the state after items or windows at ``index`` left, before slots are reused."""
         del index
         return state
-
-    def on_use(self, state: State, index: Index, taken: Mask) -> tuple[State, Mask | None]:
-        """Updates the state after items were used, and chooses the items that retire.
-
-        Args:
-            state: The state.
-            index: The slots of the items, ``[B]``; an item that occurs twice was used twice.
-            taken: A mask of the rows that count, ``[B]``.
-
-        Returns:
-            The new state, and a mask of the items that retire, ``[B]``; None for no item.
-        """
-        del index, taken
-        return state, None
-
-    def on_version(self, state: State, version: Count, session: Count | None, size: Count) -> State:
-        """Updates the state after the learner got a new version, and perhaps a new session.
-
-        Args:
-            state: The state.
-            version: The learner's version, int32.
-            session: The number of the learner's run, int32; None if it was not given.
-            size: The number of items, or windows, before any of them retires.
-        """
-        del version, session, size
-        return state
-
-    def may_retire(self, state: State) -> Flag | None:
-        """Returns whether ``on_version`` may have made an item retire; None if none ever does.
-
-        As long as it is True, slots are checked, by ``retires``; ``looked`` has to make it False in
-        the end.
-        """
-        del state
-        return None
-
-    def retires(
-        self, state: State
-    ) -> Bool[Array, " N"] | tuple[Int[Array, " C"], Bool[Array, " C"]]:
-        """Returns a mask of the slots whose items retire, ``[slots]``.
-
-        If that would cost too much, it returns some slots to check, ``[C]``, no slot twice, and a
-        mask of these. Slots that hold no item, or are past the end, are ignored.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has may_retire, but not retires")
-
-    def looked(self, state: State) -> State:
-        """Updates the state after the items that ``retires`` returned have retired."""
-        return state
-
-    def on_retire(self, state: State, index: Index, count: Word, *, event: str) -> State:
-        """Updates the state after items at ``index`` retired at the request of this part.
-
-        Args:
-            state: The state, for which ``on_remove`` was called with these items.
-            index: Their slots, ``[B]``; past the end for other rows.
-            count: The number of items that retired.
-            event: Why: ``"use"`` or ``"version"``.
-        """
-        del index, count, event
-        return state
-
-    def known(self, state: State, index: Index) -> dict[str, Array]:
-        """Returns numbers of the items at ``index`` by name, ``[B]`` each.
-
-        The methods ``use_count`` and ``staleness`` of a buffer return the ones of their names.
-        """
-        del state, index
-        return {}
-
-    def check_write(self, path: str | None, data: Arrays, *, every: bool) -> None:
-        """Checks that a field may be changed; ``set_field`` and ``map_field`` call it first.
-
-        Args:
-            path: The field, with dots between the names of nested fields; None for whole items.
-            data: The buffer's storage; only its structure matters.
-            every: Whether the field of all items is changed, by ``map_field``.
-
-        Raises:
-            ValueError: If this part depends on the field and could not follow the change.
-        """
-        del path, data, every
 
     def on_write(
         self, state: State, index: Int[Array, "..."], rows: Rows, path: str | None
@@ -288,7 +192,7 @@ class Part(Movable):
         Args:
             state: The state.
             index: The slots of the items, ``[B]``, no slot twice; past the end for rows that were
-                not written. For steps, the windows that they begin, as in ``on_steps``.
+                not written. For steps, the windows that they begin, as in ``on_add``.
             rows: The rows after the change, with whole items, and the mask of the written ones; for
                 steps ``StepRows``, ``[B, sequence_length]`` or ``[B, 1]``.
             path: The field; None for whole items.
@@ -296,33 +200,9 @@ class Part(Movable):
         del index, rows, path
         return state
 
-    def on_map(
-        self, state: State, data: Arrays, occupancy: Occupancy | Rings, path: str | None
-    ) -> State:
-        """Updates the state after ``map_field`` has changed a field of all items, or steps.
-
-        Args:
-            state: The state, for which ``on_write`` was called with all of the items.
-            data: The buffer's storage after the change.
-            occupancy: The occupancy of the items; for steps their rings.
-            path: The field; None for whole items.
-        """
-        del data, occupancy, path
-        return state
-
     def on_score(self, state: State, index: Index, score: Floats) -> State:
         """Updates the state after items got new scores; no slot occurs twice in ``index``."""
         del index, score
-        return state
-
-    def on_clear(self, state: State, empty: State) -> State:
-        """Returns the state after ``clear``: by default ``empty``; it shares no array with this."""
-        del state
-        return empty
-
-    def on_clear_envs(self, state: State, envs: Bool[Array, " E"]) -> State:
-        """Updates the state after environments were cleared; windows go through ``on_remove``."""
-        del envs
         return state
 
     def metrics(self, state: State, occupancy: Occupancy) -> dict[str, Array]:

@@ -634,13 +634,13 @@ def test_recorded_returns_are_computed_anew(recurrence, last):
 
 @dataclasses.dataclass(frozen=True)
 class Follows(Part):
-    """Keeps the reward of each slot, as it is told, and the last score and path."""
+    """Keeps the reward of each slot, as it is told, and the last score."""
 
     of_windows = True
     uses_score: bool = False
 
     def init(self, data, slots):
-        return {"reward": jnp.zeros(slots), "score": jnp.zeros(slots), "maps": jnp.int32(0)}
+        return {"reward": jnp.zeros(slots), "score": jnp.zeros(slots)}
 
     def note(self, state, index, rows):
         reward = state["reward"].at[index].set(rows.items["reward"], mode="drop")
@@ -649,22 +649,14 @@ class Follows(Part):
     def on_add(self, state, index, rows):
         return self.note(state, index, rows)
 
-    def on_steps(self, state, index, rows):
-        return self.note(state, index, rows)
-
     def on_write(self, state, index, rows, path):
+        if path == "hidden":
+            raise ValueError("hidden is mine")
         assert path in ("reward", "number")
         return self.note(state, index, rows)
 
-    def on_map(self, state, data, occupancy, path):
-        return {**state, "maps": state["maps"] + 1}
-
     def on_score(self, state, index, score):
         return {**state, "score": state["score"].at[index].set(score, mode="drop")}
-
-    def check_write(self, path, data, *, every):
-        if path == "hidden":
-            raise ValueError("hidden is mine")
 
 
 def test_a_part_follows_items():
@@ -677,7 +669,6 @@ def test_a_part_follows_items():
     assert state["score"].tolist() == [0.0, 5.0, 0.0, 0.0, 0.0, 0.0]
     [state] = buffer.map_field("reward", lambda batch: -batch["reward"], batch_size=4).extra_states
     assert state["reward"].tolist() == [-8.0, -1.0, -9.0, -3.0, 0.0, 0.0]
-    assert int(state["maps"]) == 1
     with pytest.raises(ValueError, match="hidden is mine"):
         buffer.map_field("hidden", lambda batch: batch["hidden"])
 
@@ -700,7 +691,7 @@ class CountsFlags(Part):
     def init(self, data, slots):
         return jnp.zeros(slots, bool)
 
-    def on_steps(self, state, index, rows):
+    def on_add(self, state, index, rows):
         return state.at[index].set(rows.items["truncated"], mode="drop")
 
     def on_write(self, state, index, rows, path):
@@ -721,7 +712,6 @@ def test_a_part_follows_episodes_that_are_ended(boundary):
 def test_a_part_that_returns_nothing_is_named():
     for event, call in (
         ("on_write", lambda b, s: b.set_field("reward", s, jnp.zeros(4))),
-        ("on_map", lambda b, s: b.map_field("reward", lambda x: x["reward"])),
         ("on_score", lambda b, s: b.update_score(s, jnp.zeros(4))),
     ):
         part = type("Mine", (Follows,), {event: lambda self, *_: None})(uses_score=True)

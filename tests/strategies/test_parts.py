@@ -1,12 +1,7 @@
 """Parts that are defined here work in buffers that know nothing of them."""
 
 import dataclasses
-import functools
-import inspect
-import sys
-import types
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +63,7 @@ class OnlyPositive(Part):
     of_items = False
     of_windows = True
 
-    def refuse_windows(self, state, index, rows):
+    def refuse(self, state, rows, occupancy):
         return {"refused_negative": rows.items["x"] < 0}
 
 
@@ -146,36 +141,48 @@ def test_parts_hear_of_items_that_retire():
 
 
 @dataclasses.dataclass(frozen=True)
-class Expires(Part):
-    """Lets the items in even slots go, and all of them from version 5 on."""
+class LastUse(jaxbuf.Freshness):
+    """Lets items that are two versions old be used once more."""
 
-    names_slots: bool = False
-    uses_version, removes = True, True
-
-    def init(self, data, slots):
-        return {"version": jnp.int32(0), "is_new": jnp.bool_(False), "slots": jnp.arange(slots)}
-
-    def on_version(self, state, version, session, size):
-        return state | {"version": version, "is_new": jnp.bool_(True)}
-
-    def may_retire(self, state):
-        return state["is_new"]
-
-    def retires(self, state):
-        stale = (state["slots"] % 2 == 0) | (state["version"] >= 5)
-        return (state["slots"][::-1], stale[::-1]) if self.names_slots else stale
-
-    def looked(self, state):
-        return state | {"is_new": jnp.bool_(False)}
+    def on_use(self, state, index, taken):
+        state, used = super().on_use(state, index, taken)
+        version, _ = self.read(state, index)
+        old = state.version - version >= 2
+        return state, taken & (old if used is None else old | used)
 
 
-@pytest.mark.parametrize("part", [Expires(), Expires(names_slots=True)])
-def test_a_part_lets_items_go_by_a_mask_of_all_slots_or_of_some(part):
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 7, parts=(part,)).add(jnp.arange(5))
-    for version, left in ((1, [1, 3]), (5, [])):
-        buffer = jax.jit(lambda b, v: b.set_version(v))(buffer, version)
-        held = buffer.latest(7)
-        assert sorted(held.data[held.valid].tolist()) == left
+def test_other_limits_derive_from_freshness():
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 7, parts=(LastUse(max_use=3),))
+    assert buffer.freshness == LastUse(max_use=3)
+    buffer, slots = buffer.insert(jnp.arange(4), version=jnp.array([0, 1, 2, 3]))
+    buffer = jax.jit(lambda b: b.mark_used(slots).set_version(3).mark_used(slots))(buffer)
+    held = buffer.latest(7)
+    assert held.data[held.valid].tolist() == [2, 3]
+    assert buffer.use_count(slots).tolist() == [0, 0, 2, 2]
+    buffer = buffer.mark_used(slots)
+    assert (int(buffer.size), int(buffer.metrics()["retired_used"])) == (0, 4)
+    testing.assert_valid(buffer)
+
+
+@pytest.mark.parametrize("method", ["on_use", "on_version", "on_retire"])
+def test_other_limits_must_return_a_state(method):
+    bad = (None, None) if method == "on_use" else None
+    part = type("Mine", (LastUse,), {method: lambda self, *_, **options: bad})(max_use=1)
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 7, parts=(part,)).add(jnp.arange(4))
+    with pytest.raises(ValueError, match=f"{method} of Mine.*returned None; expected a new state"):
+        buffer.set_version(1).mark_used(buffer.latest(1).slots)
+
+
+def test_hooks_that_are_not_called_any_more_are_refused():
+    for name, expected in (
+        ("on_steps", "on_add"),
+        ("refuse_windows", "rows.completed"),
+        ("on_use", "a class that derives from jaxbuf.Freshness"),
+        ("uses_version", "a class that derives from jaxbuf.Freshness"),
+    ):
+        part = type("Mine", (Removed,), {name: True})()
+        with pytest.raises(ValueError, match=rf"Mine\(\) has {name}, .*; write .*{expected}"):
+            jaxbuf.ItemBuffer.create(ITEM, 4, parts=(part,))
 
 
 def test_a_part_refuses_windows():
@@ -221,38 +228,6 @@ def test_every_part_may_stand_among_the_parts():
     ) == jax.tree.structure(
         jaxbuf.TrajectoryBuffer.create(step, 1, 4, episodes=episodes, freshness=limits)
     )
-
-
-def test_freshness_copied_out_of_the_package_works_alike():
-    """It is a part like a user's own: no buffer knows it by name."""
-    source = inspect.getsource(sys.modules[jaxbuf.Freshness.__module__])
-    module = types.ModuleType("copied")
-    sys.modules["copied"] = module
-    exec(compile(source, "copied.py", "exec"), vars(module))
-    create = functools.partial(jaxbuf.ItemBuffer.create, jnp.int32(0), 8)
-    limits = {"max_use": 2, "max_staleness": 3}
-    ours = create(parts=(jaxbuf.Freshness(**limits),))
-    copied = create(parts=(module.Freshness(**limits),))
-    assert copied.freshness is None
-    rng = np.random.default_rng(0)
-    for turn in range(30):
-        rows, version = (
-            jnp.asarray(rng.integers(0, 9, 3)),
-            jnp.asarray(turn - rng.integers(0, 3, 3)),
-        )
-        key, session = jax.random.key(turn), turn // 12
-        both = []
-        for buffer in (ours, copied):
-            buffer = jaxbuf.add(buffer, rows, version=version, session=jnp.full(3, session))
-            batch = jaxbuf.sample(buffer, key, 4)
-            buffer = jaxbuf.mark_used(buffer, batch.slots)
-            uses = buffer.use_count(batch.slots), buffer.staleness(batch.slots)
-            buffer = jaxbuf.set_version(buffer, turn, session=session)
-            both.append((buffer, batch, uses, buffer.metrics()))
-        chex.assert_trees_all_equal(*(jax.tree.leaves(each) for each in both))
-        ours, copied = (each[0] for each in both)
-    assert copied.metrics()["retired_used"] > 0
-    assert copied.metrics()["retired_stale"] > 0
 
 
 def test_windows_need_parts_of_windows():
@@ -304,7 +279,6 @@ def test_two_parts_with_one_metric_are_refused():
     [
         ("on_add", lambda b: b.add(labels(1, 2))),
         ("on_add", lambda b: jaxbuf.add(b, labels(1, 2))),
-        ("on_clear", lambda b: b.clear()),
         ("refuse", lambda b: b.add(labels(1, 2))),
     ],
 )
@@ -321,7 +295,7 @@ def test_a_state_of_another_shape_or_dtype_is_refused():
         jaxbuf.ItemBuffer.create(ITEM, 4, parts=(part,)).add(labels(1))
 
 
-@pytest.mark.parametrize("method", ["on_steps", "on_remove", "on_clear_envs"])
+@pytest.mark.parametrize("method", ["on_add", "on_remove"])
 def test_parts_of_windows_must_return_a_state(method):
     part = type("Removed", (Removed,), {method: lambda self, *_: None})()
     buffer = jaxbuf.TrajectoryBuffer.create(STEP, 2, 4, sequence_length=2, parts=(part,))
@@ -346,7 +320,7 @@ class Above(OnlyPositive):
     reasons = ("refused_negative", "rejected")
     reason: str = "refused_negative"
 
-    def refuse_windows(self, state, index, rows):
+    def refuse(self, state, rows, occupancy):
         return {self.reason: rows.items["x"] > self.most}
 
 
