@@ -4,6 +4,7 @@ A ``SegmentTree`` holds the masses and their sums. A draw is a random point in t
 selects the shard, and the item of this shard, in whose interval it lies.
 """
 
+import abc
 from collections.abc import Callable
 
 import jax
@@ -14,8 +15,52 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxbuf.core import native
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import Arrays, Count, Floats, Index, Key, Mask, Number, Words
+from jaxbuf.core.types import Arrays, Count, Floats, Index, Key, Mask, Number, State, Words
+from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct
+from jaxbuf.strategies.protocols import Draw, KnownSampler
+
+
+class ByMass(KnownSampler):
+    """A sampler that keeps, or computes, a mass for each slot.
+
+    Attributes:
+        stratified: Whether to draw one row from each of ``batch_size`` equal parts of the total
+            mass; ignored without replacement.
+        replacement: Whether a batch may hold an item twice.
+    """
+
+    stratified: bool
+    replacement: bool
+
+    @abc.abstractmethod
+    def masses(self, state: State, occupancy: Occupancy) -> SegmentTree:
+        """Returns the mass of each slot and their sums; 0 for slots that are not drawn."""
+
+    def draw(self, state: State, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
+        """Draws ``batch_size`` of the live items."""
+        return self.draw_some(state, key, batch_size, None, occupancy)
+
+    def draw_some(
+        self, state: State, key: Key, batch_size: int, count: Count | None, occupancy: Occupancy
+    ) -> Draw:
+        masses = self.masses(state, occupancy)
+        total = masses.root("sum")
+        if self.replacement:
+            word, low = random_words(key, (2, batch_size))
+            point = points(word, low, total, stratified=self.stratified, count=count)
+            index, mass = masses.find(*point)
+            valid = jnp.broadcast_to(total > 0, index.shape)
+        else:
+            most = jnp.minimum(batch_size, masses.nnz)
+            index, valid = draw_distinct(key, batch_size, most, masses)
+            index, mass = masses.read(index)
+        return Draw(index, over(mass, total), valid)
+
+    @property
+    def sequential(self) -> bool:
+        """True unless each row is drawn from a stratum of its own."""
+        return not (self.stratified and self.replacement)
 
 
 def set_masses(

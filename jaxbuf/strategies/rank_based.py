@@ -21,21 +21,13 @@ from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
-from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import Count, Floats, Index, Key
+from jaxbuf.core.types import Count, Floats, Index
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics, to_rank
-from jaxbuf.strategies.mass import (
-    draw_distinct,
-    effective_size,
-    is_priority,
-    over,
-    points,
-    set_masses,
-)
+from jaxbuf.strategies.mass import ByMass, effective_size, is_priority, over, set_masses
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.protocols import Draw, KnownSampler, Support
+from jaxbuf.strategies.protocols import Support
 
 
 class RankState(struct.PyTreeNode):
@@ -53,7 +45,7 @@ class RankState(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class RankBased(KnownSampler):
+class RankBased(ByMass):
     """Draws items with a probability proportional to ``(1 / rank) ** alpha``.
 
     The item with the largest priority (or score) has rank 1, the next one rank 2, and so on; of
@@ -166,31 +158,9 @@ class RankBased(KnownSampler):
     def by_slot(self, state: RankState) -> dict[str, Float[Array, " N"]]:
         return {self.by: state.values.leaves}
 
-    def draw(self, state: RankState, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draws ``batch_size`` of the live items."""
-        return self.draw_some(state, key, batch_size, None, occupancy)
-
-    def draw_some(
-        self,
-        state: RankState,
-        key: Key,
-        batch_size: int,
-        count: Count | None,
-        occupancy: Occupancy,
-    ) -> Draw:
+    def masses(self, state: RankState, occupancy: Occupancy) -> SegmentTree:
         del occupancy
-        masses = state.masses
-        if self.replacement:
-            word, low = random_words(key, (2, batch_size))
-            total = masses.root("sum")
-            point = points(word, low, total, stratified=self.stratified, count=count)
-            index, mass = masses.find(*point)
-            valid = jnp.broadcast_to(total > 0, index.shape)
-        else:
-            most = jnp.minimum(batch_size, masses.nnz)
-            index, valid = draw_distinct(key, batch_size, most, masses)
-            index, mass = masses.read(index)
-        return Draw(index, over(mass, masses.root("sum")), valid)
+        return state.masses
 
     def probability(self, state: RankState, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
@@ -251,10 +221,6 @@ class RankBased(KnownSampler):
         exponent = jnp.float32(-at_most(self.alpha, 1e30))
         mass = jnp.power(rank.astype(jnp.float32), exponent)
         return jnp.maximum(mass, jnp.float32(TINY))
-
-    @property
-    def sequential(self) -> bool:
-        return not (self.stratified and self.replacement)
 
     def _new_values(self, state: RankState, added: Index, value: Floats | None) -> Floats:
         """Returns the values of new items; the default where no legal priority is given."""

@@ -13,11 +13,11 @@ from jaxbuf.core import checks
 from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.segment_tree import SegmentTree
-from jaxbuf.core.types import Count, Floats, Index, Key, Word
+from jaxbuf.core.types import Floats, Index, Word
 from jaxbuf.occupancy.protocol import Occupancy
-from jaxbuf.strategies.mass import draw_by_mass, draw_distinct, effective_size, over
+from jaxbuf.strategies.mass import ByMass, effective_size, over
 from jaxbuf.strategies.moves import Moves
-from jaxbuf.strategies.protocols import Draw, KnownSampler, Support, support_of
+from jaxbuf.strategies.protocols import Support, support_of
 
 
 class Visits(struct.PyTreeNode):
@@ -39,7 +39,7 @@ class Visits(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class Staleness(KnownSampler):
+class Staleness(ByMass):
     """Draws items with a probability proportional to the time since they were last drawn.
 
     Time is the number of batches that ``next_batch`` drew: an item of the last batch has staleness
@@ -115,23 +115,10 @@ class Staleness(KnownSampler):
         """Moves the items; the number of batches stays."""
         return Visits(last=moves(empty.last, state.last), batches=state.batches)
 
-    def draw(self, state: Visits, key: Key, batch_size: int, occupancy: Occupancy) -> Draw:
-        """Draws ``batch_size`` of the live items."""
-        return self.draw_some(state, key, batch_size, None, occupancy)
-
-    def draw_some(
-        self, state: Visits, key: Key, batch_size: int, count: Count | None, occupancy: Occupancy
-    ) -> Draw:
+    def masses(self, state: Visits, occupancy: Occupancy) -> SegmentTree:
         # Otherwise XLA computes powers, and joins the levels, once for each of their consumers.
         mass = lax.optimization_barrier(self._masses(state, occupancy))
-        tree = lax.optimization_barrier(SegmentTree.create(mass.shape[0]).set_all(mass))
-        if self.replacement:
-            index = draw_by_mass(key, batch_size, tree, stratified=self.stratified, count=count)
-            valid = jnp.broadcast_to(tree.root("sum") > 0, index.shape)
-        else:
-            most = jnp.minimum(batch_size, tree.nnz)
-            index, valid = draw_distinct(key, batch_size, most, tree)
-        return Draw(index, over(tree.read(index)[1], tree.root("sum")), valid)
+        return lax.optimization_barrier(SegmentTree.create(mass.shape[0]).set_all(mass))
 
     def probability(self, state: Visits, index: Index, occupancy: Occupancy) -> Floats:
         """Returns the probability that a single draw gives each of these live items."""
@@ -151,10 +138,6 @@ class Staleness(KnownSampler):
             "batches_since_drawn_mean": jnp.sum(age / count),
             "effective_sample_size": effective_size(self._probabilities(state, occupancy)),
         }
-
-    @property
-    def sequential(self) -> bool:
-        return not (self.stratified and self.replacement)
 
     def _probabilities(self, state: Visits, occupancy: Occupancy) -> Float[Array, " N"]:
         mass = self._masses(state, occupancy)
