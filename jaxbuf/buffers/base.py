@@ -14,7 +14,6 @@ from jaxbuf.core.describe import Described
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.hyperparameters import bind, names_of
 from jaxbuf.core.segment_tree import using_width, width_of
-from jaxbuf.core.storage import has_shapes, like
 from jaxbuf.core.types import Arrays, Count, Index, Mask, State
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.episodes import Episodes
@@ -45,6 +44,7 @@ class OwningBuffer(Buffer):
     data: Any
     occupancy: Occupancy
     counters: Any
+    owns_items = True
     unit = "items"
     drawn_unit = "items"
     extras: tuple[Part, ...]
@@ -88,12 +88,6 @@ class OwningBuffer(Buffer):
     def sizes(self) -> dict[str, int]:
         """The sizes that ``create`` takes, by name."""
         return {"capacity": self.capacity}
-
-    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
-        """Returns new fields after a check that a new storage is like the present one."""
-        if "data" in updates:
-            updates = {**updates, "data": like(self.data, updates["data"], "data")}
-        return super().checked(updates)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -246,24 +240,3 @@ def _keeps(buffer: SampledBase, name: str, new: Any) -> bool:
             a != b and not (type(a) is type(b) and isinstance(a, Freshness)) for a, b in pairs
         )
     return True
-
-
-def owns_items(node: object) -> bool:
-    """Returns whether a node of a pytree is a buffer that holds items of its own."""
-    return isinstance(node, OwningBuffer)
-
-
-def check_alike(name: str, before: object, after: object) -> None:
-    """Checks that buffers inside of another one hold the same kind of items as those before them.
-
-    Raises:
-        ValueError: If a structure, shape or dtype of items differs; the message names the leaf.
-    """
-
-    def inside(tree: object) -> list[tuple[Any, Any]]:
-        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=owns_items)
-        return [(path, node) for path, node in pairs if owns_items(node)]
-
-    for (_, old), (path, new) in zip(inside(before), inside(after), strict=False):
-        if has_shapes(old.data):
-            like(old.example, new.example, f"{name}{jax.tree_util.keystr(path)}.data")

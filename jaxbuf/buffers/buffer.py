@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, PyTree
 
 from jaxbuf.core import checks, guesses
+from jaxbuf.core.storage import has_shapes, like
 from jaxbuf.core.types import Flag, Function
 
 # What ``highest`` compares.
@@ -37,12 +38,14 @@ class Buffer:
     """A buffer of any kind. Each kind gives its own answers, so that nobody asks which one it is.
 
     Attributes:
+        owns_items: Whether it stores items itself, and not in buffers inside of it.
         is_queue: Whether items are taken out, once each, and none is evicted.
         runs_in_programs: Whether its methods can be called within ``jax.jit``.
         on_one_device: Whether all of a batch is on one device.
         draws_some: Whether it can draw a number of rows that is traced, by ``sample_some``.
     """
 
+    owns_items: bool = False
     is_queue: bool = False
     runs_in_programs: bool = True
     on_one_device: bool = True
@@ -75,8 +78,14 @@ class Buffer:
         """
         return dataclasses.replace(self, **self.checked(updates))
 
-    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
+    def checked(self: Any, updates: dict[str, Any]) -> dict[str, Any]:
         """Returns new fields as ``replace`` takes them, after its checks."""
+        for field in dataclasses.fields(self):
+            name, before = field.name, getattr(self, field.name)
+            if name == "data" and name in updates:
+                updates = {**updates, name: like(before, updates[name], name)}
+            elif name in updates:
+                _check_alike(name, before, updates[name])
         return updates
 
     def __eq__(self, other: object) -> bool:
@@ -299,6 +308,27 @@ class _Other(Buffer):
 def as_buffer(thing: object) -> Buffer:
     """Returns an object that answers for a buffer: itself, or the usual answers for your own."""
     return thing if isinstance(thing, Buffer) else _Other(thing)
+
+
+def owns_items(node: object) -> bool:
+    """Returns whether a node of a pytree is a buffer that holds items of its own."""
+    return isinstance(node, Buffer) and node.owns_items
+
+
+def _check_alike(name: str, before: object, after: object) -> None:
+    """Checks that buffers inside of another one hold the same kind of items as those before them.
+
+    Raises:
+        ValueError: If a structure, shape or dtype of items differs; the message names the leaf.
+    """
+
+    def inside(tree: object) -> list[tuple[Any, Any]]:
+        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=owns_items)
+        return [(path, node) for path, node in pairs if owns_items(node)]
+
+    for (_, old), (path, new) in zip(inside(before), inside(after), strict=False):
+        if has_shapes(old.data):
+            like(old.example, new.example, f"{name}{jax.tree_util.keystr(path)}.data")
 
 
 def check_options(

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from jaxbuf.buffers.base import owns_items
-from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers.buffer import as_buffer, owns_items
 from jaxbuf.core import checks
 from jaxbuf.core.donation import check_single
 from jaxbuf.core.types import Arrays, Index

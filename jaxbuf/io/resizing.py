@@ -11,7 +11,7 @@ import numpy as np
 from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
-from jaxbuf.buffers.base import owns_items
+from jaxbuf.buffers.buffer import owns_items
 from jaxbuf.buffers.events import uses_episodes
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import COUNTS

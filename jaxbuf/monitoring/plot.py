@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxbuf.buffers.base import owns_items
-from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers.buffer import as_buffer, owns_items
 from jaxbuf.core import checks, trees
 from jaxbuf.core.donation import check_not_donated
 from jaxbuf.wrappers.hosted import Hosted

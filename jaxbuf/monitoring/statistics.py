@@ -13,8 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
 from jaxbuf.buffers.arguments import needs_priority
-from jaxbuf.buffers.base import owns_items
-from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers.buffer import as_buffer, owns_items
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.retire import uses_and_staleness
 from jaxbuf.buffers.sample import Sample, check_sample

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt
 
-from jaxbuf.buffers.base import owns_items
+from jaxbuf.buffers.buffer import owns_items
 from jaxbuf.core import fields, trees
 from jaxbuf.core.hyperparameters import are_legal, bind
 from jaxbuf.core.problems import checked, first_wrong

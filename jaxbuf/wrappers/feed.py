@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxbuf.buffers.base import owns_items
-from jaxbuf.buffers.buffer import as_buffer
+from jaxbuf.buffers.buffer import as_buffer, owns_items
 from jaxbuf.wrappers.holder import Holder, Stopped
 
 # Seconds after which a thread that waits for something else looks if the holder has stopped.

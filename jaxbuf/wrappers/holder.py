@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size
-from jaxbuf.buffers.base import owns_items
-from jaxbuf.buffers.buffer import as_buffer, check_options
+from jaxbuf.buffers.buffer import as_buffer, check_options, owns_items
 from jaxbuf.buffers.operation import given
 from jaxbuf.buffers.sample import Normalize, Sample, check_weighing
 from jaxbuf.core import checks, trees

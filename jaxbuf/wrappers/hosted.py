@@ -12,7 +12,6 @@ from jaxtyping import Array, PyTree
 
 from jaxbuf.buffers import doors
 from jaxbuf.buffers.arguments import check_batch_size, check_slots
-from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.buffer import Share, as_buffer, check_options
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.sample import Contents, Sample
@@ -143,11 +142,6 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
 
     def inside(self) -> tuple[Any, int]:
         return as_buffer(self.buffer).inside()
-
-    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
-        if "buffer" in updates:
-            check_alike("buffer", self.buffer, updates["buffer"])
-        return super().checked(updates)
 
     def check_room(self, asks: str, rows: int, sequence_length: int | None = None) -> None:
         as_buffer(self.buffer).check_room(asks, rows, sequence_length)

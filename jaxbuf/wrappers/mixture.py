@@ -20,7 +20,6 @@ from jaxbuf.buffers.arguments import (
     check_where,
     mask_of,
 )
-from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.buffer import By, Share, as_buffer, check_options
 from jaxbuf.buffers.operation import Operation
 from jaxbuf.buffers.queue import Queue
@@ -251,8 +250,6 @@ class Mixture(SlottedBuffer, Described):
         return jnp.all(jnp.stack(able), axis=0)
 
     def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
-        if "parts" in updates:
-            check_alike("parts", self.parts, updates["parts"])
         if self.varying and "ratios" in updates and "varying" not in updates:
             raise ValueError(
                 "ratios vary here; change them with mixture.set_hyperparameters(ratios=...)"

@@ -1,7 +1,7 @@
 """Programs that run on each device of a ``Sharded``, with the shards of this device."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxbuf.buffers.base import check_alike
 from jaxbuf.buffers.buffer import Buffer
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core.collectives import mark_replicated
@@ -41,11 +40,6 @@ class ShardedFields(Buffer, Described):
     def capacity(self) -> int:
         """The largest number of items, or steps, that all shards together can hold."""
         return self.num_shards * self.shards.capacity
-
-    def checked(self, updates: dict[str, Any]) -> dict[str, Any]:
-        if "shards" in updates:
-            check_alike("shards", self.shards, updates["shards"])
-        return super().checked(updates)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
