@@ -143,16 +143,16 @@ def check_highest(buffer: Buffer, n: int, by: By | None) -> tuple[int, By]:
     Raises:
         ValueError: If the buffer keeps nothing to compare, or not this.
     """
-    rows, known = sizes.check_count("n", n), buffer.compares_by
+    rows, kept = sizes.check_count("n", n), buffer.compares_by
     if by is not None:
         checks.check_choice("by", by, get_args(By))
     wanted: tuple[By, ...] = get_args(By) if by is None else (by,)
     for name in wanted:
-        if name in known:
+        if name in kept:
             return rows, name
-    parts = "not every part keeps" if buffer.members else f"{checks.kind_of(buffer)} does not keep"
+    keeps = "not every part keeps" if buffer.members else f"{checks.kind_of(buffer)} does not keep"
     raise ValueError(
-        f"highest was called, but {parts} the {' or the '.join(wanted)} of its items; create it "
+        f"highest was called, but {keeps} the {' or the '.join(wanted)} of its items; create it "
         "with evictor=jaxbuf.Lowest() or sampler=jaxbuf.Softmax() for scores, or with "
         "sampler=jaxbuf.Prioritized() for priorities"
     )

@@ -87,8 +87,8 @@ def apply_change(
     value = None if value is None else value.reshape(-1)
     state, states = jax.lax.stop_gradient((buffer.sampler_state, buffer.extra_states))
     if removed is not None:
-        parts = zip(buffer.extras, states, strict=True)
-        states = tuple(notify(part.on_remove, before, emptied) for part, before in parts)
+        extras = zip(buffer.extras, states, strict=True)
+        states = tuple(notify(part.on_remove, before, emptied) for part, before in extras)
     changed = trees.updated(
         buffer,
         occupancy=occupancy,

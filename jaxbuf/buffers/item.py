@@ -237,8 +237,8 @@ class ItemBuffer(SampledBuffer):
 
     @property
     def score_users(self) -> list[object]:
-        parts = (self.sampler, self.evictor, *self.extras)
-        return [part for part in parts if part.uses_score]
+        strategies = (self.sampler, self.evictor, *self.extras)
+        return [strategy for strategy in strategies if strategy.uses_score]
 
     def holds_row(self, row: Index) -> Mask:
         return self.occupancy.live(row)

@@ -454,12 +454,12 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         return compared
 
     def move(self, old: Self, moves: Moves) -> Self:
-        parts = zip(self.extras, self.extra_states, old.extra_states, strict=True)
+        extras = zip(self.extras, self.extra_states, old.extra_states, strict=True)
         return trees.updated(
             self,
             hyperparameters=old.hyperparameters,
             sampler_state=old.bound_sampler.move(self.sampler_state, old.sampler_state, moves),
-            extra_states=tuple(part.move(empty, state, moves) for part, empty, state in parts),
+            extra_states=tuple(part.move(empty, state, moves) for part, empty, state in extras),
         )
 
     def hyperparameter_metrics(self) -> dict[str, Array]:

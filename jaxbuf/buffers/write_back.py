@@ -51,13 +51,13 @@ def notify_of_write(
         path: The field that was written; None for whole items.
     """
     index, rows = buffer.for_parts(row, lax.stop_gradient(items))
-    parts = zip(buffer.extras, states, strict=True)
-    return tuple(events.notify(part.on_write, state, index, rows, path) for part, state in parts)
+    extras = zip(buffer.extras, states, strict=True)
+    return tuple(events.notify(part.on_write, state, index, rows, path) for part, state in extras)
 
 
-def follows_writes(parts: tuple[Part, ...]) -> bool:
+def follows_writes(extras: tuple[Part, ...]) -> bool:
     """Returns whether a part follows changes of fields, for which changed items are read."""
-    return any(type(part).on_write is not Part.on_write for part in parts)
+    return any(type(part).on_write is not Part.on_write for part in extras)
 
 
 def map_field(
