@@ -234,12 +234,17 @@ def write(storage: Arrays, items: Arrays, index: Index) -> Arrays:
     The rows that are written must have different indices.
     """
 
-    def put(slots: Array, rows: Array) -> Array:
+    def put(slots: Array, rows: Array, index: Index) -> Array:
         return slots.at[index].set(
             rows, mode="drop", unique_indices=True, wrap_negative_indices=False
         )
 
-    return jax.tree.map(put, storage, items)
+    def plainly(index: Index, storage: Arrays, items: Arrays) -> Arrays:
+        return jax.tree.map(functools.partial(put, index=index), storage, items)
+
+    if native.takes_rows(index.size) and all(map(_is_plain, jax.tree.leaves(storage))):
+        return native.put(plainly, index, storage, items)
+    return plainly(index, storage, items)
 
 
 def read(storage: Arrays, index: Int[Array, "..."]) -> Arrays:
@@ -270,8 +275,7 @@ def _gather(storage: Arrays, start: Index, run: _Run) -> Arrays:
     leading = start.shape if run is None else (*start.shape, run[0])
     for leaf in leaves:
         sizes.check_bytes("a batch", (*leading, *leaf.shape[1:]), leaf.dtype)
-    # The dtypes of PRNG keys are not NumPy's.
-    plain = [isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _KINDS for leaf in leaves]
+    plain = [_is_plain(leaf) for leaf in leaves]
 
     def natively(start: Index, *leaves: Array) -> list[Array]:
         chosen = [leaf for leaf, is_plain in zip(leaves, plain, strict=True) if is_plain]
@@ -286,6 +290,11 @@ def _gather(storage: Arrays, start: Index, run: _Run) -> Arrays:
 
     rows = native.either(natively if any(plain) else plainly, plainly, start, *leaves)
     return jax.tree.unflatten(treedef, rows)
+
+
+def _is_plain(leaf: Array) -> bool:
+    """Returns whether the kernels take an array: the dtypes of PRNG keys are not NumPy's."""
+    return isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _KINDS
 
 
 @_gather.defjvp

@@ -60,23 +60,30 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
     def place(self, rows: int, mask: Mask | None, score: Floats | None) -> tuple[Self, Index]:
         """Chooses consecutive slots; if there are more rows than slots, the last ones are kept."""
         del score
-        capacity = jnp.uint32(self.capacity)
         if mask is None:
-            rank, added = jnp.arange(rows, dtype=jnp.uint32), jnp.ones((rows,), bool)
-            count = jnp.uint32(rows)
+            index, ring = self._append(rows=rows)
         else:
-            rank, added = jnp.cumsum(mask, dtype=jnp.uint32) - jnp.uint32(1), mask
-            count = jnp.sum(mask, dtype=jnp.uint32)
-        stays = added & (rank + capacity >= count)
+            rank, count = jnp.cumsum(mask, dtype=jnp.uint32), jnp.sum(mask, dtype=jnp.uint32)
+            index, ring = self._placed(rank - jnp.uint32(1), count)
+            index = jnp.where(mask, index, self.capacity)
+        return ring, index
+
+    @native.kernel("ring_append", "capacity", in_place=3)
+    def _append(self, *, rows: int) -> tuple[Index, Self]:
+        return self._placed(jnp.arange(rows, dtype=jnp.uint32), jnp.uint32(rows))
+
+    def _placed(self, rank: Words, count: Word) -> tuple[Index, Self]:
+        """Returns the slots of ``count`` items by rank, and the ring that has them."""
+        capacity = jnp.uint32(self.capacity)
         slot = remainder(self.cursor + rank, capacity).astype(jnp.int32)
-        index = jnp.where(stays, slot, self.capacity)
+        stays = rank + capacity >= count
         end = self.cursor + count
         ring = self.replace(
             cursor=remainder(end, capacity),
             lap=self.lap + quotient(end, capacity),
             held=jnp.minimum(self.held + count, capacity),
         )
-        return ring, index
+        return jnp.where(stays, slot, self.capacity), ring
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns whether there is an item at ``index``."""

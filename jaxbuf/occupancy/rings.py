@@ -115,6 +115,24 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
             bound ``R``; and the slot of the window that each row completes, ``[E, T]``. A missing
             slot is past the end. No row of the storage and no slot occurs twice.
         """
+        if mask is not None:
+            return self._placed(rows, mask)
+        *flat, rings = self._append(rows=rows)
+        target, broken, completed = (x.reshape(self.num_envs, -1) for x in flat)
+        return rings, target, broken, completed
+
+    @native.kernel("rings_append", *_SIZES, in_place=3)
+    def _append(
+        self, *, rows: int
+    ) -> tuple[Int[Array, " E*T"], Int[Array, " E*R"], Int[Array, " E*T"], Self]:
+        rings, *numbers = self._placed(rows, None)
+        target, broken, completed = (x.reshape(-1) for x in numbers)
+        return target, broken, completed, rings
+
+    def _placed(
+        self, rows: int, mask: Bool[Array, "E T"] | None
+    ) -> tuple[Self, Int[Array, "E T"], Int[Array, "E R"], Int[Array, "E T"]]:
+        """Returns what ``place`` does."""
         # Unsigned as far as possible, since every conversion is an operation for each ring.
         unsigned = self.cursor[:, None]  # [E, 1]
         cursor, held = unsigned.astype(jnp.int32), self.held[:, None].astype(jnp.int32)  # [E, 1]

@@ -222,6 +222,7 @@ def test_the_last_of_equal_rows_is_the_same(numbers, rows):
 
 
 RING = Ring(jnp.uint32(4), jnp.uint32(7), jnp.uint32(9), capacity=9)
+STEPS = Rings(*[jnp.asarray([n], jnp.uint32) for n in (3, 1, 3)], 9, sequence_length=1, period=1)
 WINDOWS = Rings(
     jnp.asarray([4, 0, 9], jnp.uint32),
     jnp.asarray([7, 1, 2**32 - 1], jnp.uint32),
@@ -251,6 +252,16 @@ def names(rng, rows, slots):
 
 def flags(rng, rows):
     return rng.random((2, rows)) < 0.7
+
+
+def stored_like(rows):
+    shapes = {"b": (), "f": (), "i": (3,), "u": (2, 5), "c": (2,)}
+    dtypes = {"b": "?", "f": "f4", "i": "i2", "u": "u1", "c": "c8"}
+    return {
+        name: (np.arange(rows * np.prod(shape, dtype=int)) % 7).astype(dtypes[name])
+        .reshape(rows, *shape)
+        for name, shape in shapes.items()
+    }  # fmt: skip
 
 
 def share_of(mass, total, uniform):
@@ -295,6 +306,15 @@ ROWS = {
         functools.partial(Rings.slots_of, past_end=36), WINDOWS, names(rng, n, 12).index,
         rng.random(n) < 0.8,
     ),
+    "append-ring": lambda rng, n: (lambda ring: ring.place(n, None, None), RING),
+    "append-windows": lambda rng, n: (lambda rings: rings.place(n, None), WINDOWS),
+    "append-steps": lambda rng, n: (lambda rings: rings.place(n, None), STEPS),
+    "put": lambda rng, n: (
+        lambda index, stored, rows: storage.write(stored, rows, index),
+        rng.permutation(np.arange(-2, n - 2, dtype=np.int32)),
+        stored_like(n - 3),
+        jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), stored_like(n)),
+    ),
     "items at": lambda rng, n: (
         lambda rank, first, count: AgeRange(first, count, 6).at(rank),
         np.resize(np.arange(-1, 13, dtype=np.int32), n),
@@ -325,6 +345,10 @@ def test_rows_are_computed_bit_for_bit(name):
 
 
 def test_kernels_of_rows_have_the_derivatives_of_their_definitions():
+    index = jnp.asarray([3, 9, 0, 1], jnp.int32)
+    written = jax.grad(lambda rows: jnp.sum(storage.write(jnp.zeros(5), rows, index)))
+    with using_native(True), called_from_python(True):
+        np.testing.assert_array_equal(written(jnp.ones(4)), [1, 0, 1, 1])
     priority = jnp.asarray([0.3, 2.0, 0.0, 5.0])
     slope = jax.grad(lambda priority: jnp.sum(jaxbuf.Prioritized(alpha=1.0).mass(priority)))
     with using_native(True), called_from_python(True):
@@ -342,12 +366,12 @@ CREATE = {
     ("kind", "sampler", "operation", "rows"),
     [
         ("items", jaxbuf.Uniform(), "sample", 256),
-        ("items", PRIORITIZED, "add", 64),
+        ("items", PRIORITIZED, "add", 1024),
         ("items", PRIORITIZED, "update", 256),
         ("items", PRIORITIZED, "weights", 256),
         ("items", PRIORITIZED, "sample with weights", 256),
         ("items", PRIORITIZED, "sample with weights of the buffer", 256),
-        ("windows", PRIORITIZED, "add", 4),
+        ("windows", PRIORITIZED, "add", 1024),
         ("windows", PRIORITIZED, "sample", 64),
     ],
 )
@@ -382,7 +406,7 @@ def test_small_calls_count_fewer_operations_than_xla_hands_to_another_thread(
     }[operation]()
     with using_native(True), called_from_python(True):
         counted = jax.jit(function).lower(*args).compile().cost_analysis()
-    assert counted["flops"] < 1000
+    assert counted.get("flops", 0) < 1000
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.metadata
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ KERNELS = (
     "ring_slots_of",
     "rings_rows_to_change",
     "rings_slots_of",
+    "ring_append",
+    "rings_append",
     "items_at",
     "mass_base",
     "mass_within",
@@ -48,6 +51,7 @@ KERNELS = (
     "random_words",
     "scale_word",
     "take",
+    "put",
 )
 
 
@@ -162,7 +166,7 @@ def called_from_python(enabled: bool) -> contextlib.AbstractContextManager[None]
     return _called(enabled)
 
 
-def kernel(name: str, *fields: str) -> Callable[[Function], Function]:
+def kernel(name: str, *fields: str, in_place: int = 0) -> Callable[[Function], Function]:
     """Returns a decorator for what a kernel does in a program that is called from Python.
 
     The function decorated is the definition. It takes pytrees of arrays, and integers by name. Its
@@ -173,6 +177,7 @@ def kernel(name: str, *fields: str) -> Callable[[Function], Function]:
         name: The name of the kernel.
         *fields: Names of integers of the first argument, which the kernel takes as ``sizes``. The
             integers that the function takes come after them, in the order of the call.
+        in_place: How many of the first arrays are the last results, updated in place.
     """
 
     def decorate(function: Function) -> Function:
@@ -182,36 +187,51 @@ def kernel(name: str, *fields: str) -> Callable[[Function], Function]:
             if not _called.value:
                 return plainly(*args)
             out, treedef = jax.tree.flatten(jax.eval_shape(plainly, *args))
-            if out[0].ndim != 1 or not _FEW <= out[0].size <= _MANY:
+            if out[0].ndim != 1 or not takes_rows(out[0].size):
                 return plainly(*args)
             integers = [*(getattr(args[0], field) for field in fields), *numbers.values()]
             sizes: dict[str, Any] = {"sizes": integers} if integers else {}
+            aliases = {array: len(out) - in_place + array for array in range(in_place)}
 
             def natively(*args: Arrays) -> Any:
-                results = _call(name, out, *jax.tree.leaves(args), **sizes)
+                results = _call(name, out, *jax.tree.leaves(args), aliases=aliases, **sizes)
                 return jax.tree.unflatten(treedef, results)
 
-            chosen = jax.custom_jvp(functools.partial(either, natively, plainly))
-            chosen.defjvp(functools.partial(jax.jvp, plainly))
-            return chosen(*args)
+            return _instead(natively, plainly, *args)
 
         return call
 
     return decorate
 
 
+def takes_rows(count: int) -> bool:
+    """Returns whether what is traced computes so many rows with kernels of rows."""
+    return _called.value and _FEW <= count <= _MANY
+
+
+def _instead(natively: Function, plainly: Function, *args: Arrays) -> Any:
+    """Returns what ``either`` does, with the derivatives of ``plainly``."""
+    chosen = jax.custom_jvp(functools.partial(either, natively, plainly))
+    chosen.defjvp(functools.partial(jax.jvp, plainly))
+    return chosen(*args)
+
+
 def _call(
-    name: str, out: PyTree[Any], *arrays: Array, in_place: bool = False, **numbers: Any
+    name: str,
+    out: PyTree[Any],
+    *arrays: Array,
+    aliases: dict[int, int] | None = None,
+    **numbers: Any,
 ) -> Arrays:
     """Calls a kernel; its results vary over a mesh as the first of its arrays does.
 
-    Where XLA allows it, the first result is the first array, updated ``in_place``.
+    Where XLA allows it, arrays become the results that ``aliases`` names, updated in place.
     """
     call = jax.ffi.ffi_call(
         f"jaxbuf_{name}",
         jax.tree.map(lambda leaf: versions.shape_like(leaf, arrays[0]), out),
-        vmap_method="broadcast_all" if in_place else "expand_dims",
-        input_output_aliases={0: 0} if in_place else None,
+        vmap_method="broadcast_all" if aliases else "expand_dims",
+        input_output_aliases=aliases,
     )
     return call(*arrays, **{key: np.int64(number) for key, number in numbers.items()})
 
@@ -222,7 +242,7 @@ def set_leaves(
     """Returns the nodes and roots of a ``SegmentTree``; ``ops`` are positions in ``OPS``."""
     out = (nodes, jax.ShapeDtypeStruct((len(ops) + 1,), jnp.int32))
     arrays = nodes, index, value
-    return _call("set_leaves", out, *arrays, in_place=True, ops=ops, capacity=capacity)
+    return _call("set_leaves", out, *arrays, aliases={0: 0}, ops=ops, capacity=capacity)
 
 
 def find(
@@ -257,7 +277,7 @@ def place(
     """Returns the nodes of a ``Ranking`` and the slot of each row; those of rank 0 are refused."""
     out = (nodes, jax.ShapeDtypeStruct(rank.shape, jnp.int32))
     arrays = nodes, arrivals, held, rank, arrival
-    return _call("place", out, *arrays, in_place=True, capacity=capacity)
+    return _call("place", out, *arrays, aliases={0: 0}, capacity=capacity)
 
 
 def mark(
@@ -265,7 +285,7 @@ def mark(
 ) -> UInt[Array, " P"]:
     """Returns the nodes of a ``Bitset``, whose levels begin at ``starts``, with other members."""
     arrays = nodes, index, member
-    return _call("mark", nodes, *arrays, in_place=True, starts=starts, capacity=capacity)
+    return _call("mark", nodes, *arrays, aliases={0: 0}, starts=starts, capacity=capacity)
 
 
 def keep_last(index: Index, *, past_end: int) -> Index:
@@ -307,3 +327,26 @@ def take(
         length=length,
         widths=[item.size * item.dtype.itemsize for item in items],
     )
+
+
+def put(plainly: Function, index: Index, storage: Arrays, rows: Arrays) -> Arrays:
+    """Returns ``plainly(index, storage, rows)``: the storage with row ``b`` at ``index[b]``.
+
+    An index past the end drops the row. No two others are the same.
+    """
+
+    def natively(index: Index, storage: Arrays, rows: Arrays) -> Arrays:
+        leaves, treedef = jax.tree.flatten(storage)
+        written = _call(
+            "put",
+            leaves,
+            index,
+            *leaves,
+            *jax.tree.leaves(rows),
+            aliases={1 + k: k for k in range(len(leaves))},
+            slots=leaves[0].shape[0],
+            widths=[math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves],
+        )
+        return jax.tree.unflatten(treedef, written)
+
+    return _instead(natively, plainly, index, storage, rows)

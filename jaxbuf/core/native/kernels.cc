@@ -629,6 +629,64 @@ ffi::Error SlotsOf(Words cursor, Words lap, Words held, Ints index, Flags valid,
   });
 }
 
+// Chooses the slots of `rows` new items, one behind the other, and moves the ring on.
+ffi::Error RingAppend(Words cursor, Words lap, Words held, ffi::Result<Ints> out,
+                      ffi::Result<Words> next, ffi::Result<Words> laps,
+                      ffi::Result<Words> size, Sizes sizes) {
+  return ForLanes(*out, [&](int64_t rows, const auto& lane) {
+    const int64_t slots = (*sizes)[0], begin = *lane(cursor), end = begin + rows;
+    int32_t* __restrict to = lane(*out);
+    for (int64_t i = 0, slot = begin; i < rows; ++i) {
+      to[i] = static_cast<int32_t>(i + slots >= rows ? slot : slots);
+      if (++slot == slots) slot = 0;
+    }
+    *lane(*next) = static_cast<uint32_t>(end % slots);
+    *lane(*laps) = *lane(lap) + static_cast<uint32_t>(end / slots);
+    *lane(*size) = static_cast<uint32_t>(std::min(*lane(held) + rows, slots));
+  });
+}
+
+// Does the same for steps of each ring, and tells which windows they overwrite and complete.
+ffi::Error RingsAppend(Words cursor, Words lap, Words held, ffi::Result<Ints> target,
+                       ffi::Result<Ints> broken, ffi::Result<Ints> completed,
+                       ffi::Result<Words> next, ffi::Result<Words> laps,
+                       ffi::Result<Words> size, Sizes sizes) {
+  return ForLanes(*target, [&](int64_t, const auto& lane) {
+    const Rings rings(lane(cursor), lane(lap), lane(held), *sizes);
+    const int64_t rows = (*sizes)[sizes->size() - 1], length = rings.length;
+    // In 32 bits, which are divided in a third of the time.
+    const auto within = [](int64_t number, int64_t size) {
+      return static_cast<uint32_t>(number) % static_cast<uint32_t>(size);
+    };
+    int32_t *to = lane(*target), *breaks = lane(*broken), *completes = lane(*completed);
+    for (int64_t ring = 0; ring < rings.rings; ++ring) {
+      const int64_t begin = rings.cursor[ring], had = rings.held[ring], end = begin + rows;
+      // Returns the slot of the window that starts so many steps after the first new one.
+      const auto slot = [&](int64_t start, bool is) {
+        const int64_t place = is ? within(begin + start + length, length) : 0;
+        if (!is || (rings.period > 1 && within(place, rings.period) != 0)) return rings.slots;
+        return ring * rings.starts + (rings.period > 1 ? place / rings.period : place);
+      };
+      const int64_t first = rows - std::min(had + rows, length) + rings.ignored;
+      for (int64_t i = 0; i < rows; ++i) {
+        const bool stays = i + length >= rows;
+        *to++ = stays ? ring * length + within(begin + i, length) : rings.rings * length;
+        *completes++ = slot(i - (rings.steps - 1), i - (rings.steps - 1) >= first);
+      }
+      for (int64_t age = 0; age < std::min(rows, rings.steps - 1); ++age) {
+        *breaks++ = slot(rows - 1 - age, true);
+      }
+      for (int64_t i = 0; i < std::min(rows, rings.ignored); ++i) {
+        const int64_t start = first - 1 - i;
+        *breaks++ = slot(start, start >= rings.ignored - had && start <= rows - rings.steps);
+      }
+      lane(*next)[ring] = within(end, length);
+      lane(*laps)[ring] = rings.lap[ring] + static_cast<uint32_t>(end / length);
+      lane(*size)[ring] = static_cast<uint32_t>(std::min(had + rows, length));
+    }
+  });
+}
+
 // Returns the slots of items by rank, of which each ring has `count` from `first` on.
 ffi::Error ItemsAt(Ints rank, Ints first, Ints count, ffi::Result<Ints> out, Sizes sizes) {
   return ForLanes(*out, [&](int64_t rows, const auto& lane) {
@@ -839,6 +897,43 @@ ffi::Error Take(ffi::ThreadPool pool, Ints start, ffi::RemainingArgs arrays,
   return ffi::Error::Success();
 }
 
+// Writes row i of several arrays at slot `index[i]` of as many others, unless it is past the end.
+//
+// A slot of the k-th array has `widths[k]` bytes.
+ffi::Error Put(Ints index, ffi::RemainingArgs arrays, ffi::RemainingRets outs, int64_t slots,
+               Numbers widths) {
+  const size_t axes = index.dimensions().size() - 1;
+  const int64_t rows = index.dimensions()[axes], lanes = Product(index.dimensions(), axes);
+  for (size_t k = 0; k < outs.size(); ++k) {
+    auto array = arrays.get<ffi::AnyBuffer>(k), items = arrays.get<ffi::AnyBuffer>(outs.size() + k);
+    auto out = outs.get<ffi::AnyBuffer>(k);
+    if (array.has_error()) return array.error();
+    if (items.has_error()) return items.error();
+    if (out.has_error()) return out.error();
+    const int64_t width = widths[k];
+    char* to = static_cast<char*>((*out)->untyped_data());
+    if (to != array->untyped_data()) std::memcpy(to, array->untyped_data(), array->size_bytes());
+    const char* from = static_cast<const char*>(items->untyped_data());
+    const auto copy = [&](auto size) {
+      for (int64_t t = 0; t < lanes; ++t) {
+        for (int64_t i = 0; i < rows; ++i) {
+          const int32_t at = index.typed_data()[t * rows + i];
+          if (at < 0 || at >= slots) continue;
+          std::memcpy(to + (t * slots + at) * size, from + (t * rows + i) * size, size);
+        }
+      }
+    };
+    if (width == 1) {
+      copy(std::integral_constant<int64_t, 1>());
+    } else if (width == 4) {
+      copy(std::integral_constant<int64_t, 4>());
+    } else {
+      copy(width);
+    }
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // The version of XLA's interface that this was compiled for: an older XLA refuses the handlers.
@@ -853,6 +948,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_ring_rows_to_change, RowsToChange<Ring>);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_ring_slots_of, SlotsOf<Ring>);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_rows_to_change, RowsToChange<Rings>);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_slots_of, SlotsOf<Rings>);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_ring_append, RingAppend);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_append, RingsAppend);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_items_at, ItemsAt);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_base, MassBase);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_within, MassWithin);
@@ -886,4 +983,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_take, Take,
                                   .Attr<int64_t>("rings")
                                   .Attr<int64_t>("slots")
                                   .Attr<int64_t>("length")
+                                  .Attr<Numbers>("widths"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_put, Put,
+                              ffi::Ffi::Bind()
+                                  .Arg<Ints>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("slots")
                                   .Attr<Numbers>("widths"));
