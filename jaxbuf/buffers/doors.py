@@ -100,10 +100,10 @@ def call(
     operation: Operation | None = vars(declared).get("operation")
     if options:
         options = given(options, operation.nones if operation else ())
-    if declared.__name__ == "add" and not args and not {"items", "steps"} & options.keys():
+    if not args and declared.__name__ == "add" and not {"items", "steps"} & options.keys():
         raise TypeError(f"add() has no items; {guesses.ANSWERS['add']}")
     function = check_options(buffer, declared.__name__, options)
-    donates = donate is not ... and checks.check_flag("donate", donate)
+    donates = donate is True or (donate is not ... and checks.check_flag("donate", donate))
     if isinstance(buffer, OwnPrograms):
         if operation is None:
             return function(buffer, *args, **options)

@@ -91,6 +91,9 @@ def check_single(buffer: Any) -> Any:
     """
     one = one_leaf(buffer)
     if trees.is_concrete(type(one)):
+        # Each call from Python comes here: this is what it usually finds.
+        if len(one.shape) == 1 and not one.is_deleted():
+            return buffer
         if one.is_deleted():
             check_readable(buffer)
     elif isinstance(one, np.ndarray | np.generic):

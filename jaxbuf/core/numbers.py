@@ -250,6 +250,8 @@ def settled(tree: PyTree) -> PyTree | None:
     Most calls from Python come here with arrays alone, and in a loop that does other things each
     look at one of them counts. So what ``_may_change`` asks stands here in line.
     """
+    if trees.is_concrete(type(tree)):
+        return None if getattr(tree, "weak_type", False) else tree
     leaves, treedef = jax.tree.flatten(tree)
     copied = False
     for number, leaf in enumerate(leaves):

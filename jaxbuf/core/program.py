@@ -124,7 +124,7 @@ class Program:
         self.static = set(about.get("static", ()))
         by_value = self.defaults.keys() if foreign else about.get("by_value", ())
         self.traced = self.defaults.keys() - self.static - set(by_value)
-        self.keeps = about.get("keeps", ())
+        self.keeps, self.before = about.get("keeps", ()), about.get("before")
         self.stored = about.get("stored", ())
         self.dtypes, self.keys = about.get("dtypes", {}), about.get("keys", ())
         self.buffers, self.copies = about.get("buffers", ()), about.get("copies", False)
@@ -148,7 +148,8 @@ class Program:
             if not args:
                 return self.function(**options)  # Python says what is missing.
             first = check_single(args[0])
-            args = (first, *args[1:])
+            if first is not args[0]:
+                args = (first, *args[1:])
             alone = isinstance(first, OwnPrograms)
         else:
             alone = any(isinstance(x, OwnPrograms) for x in args)
@@ -190,11 +191,13 @@ class Program:
         self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool | None
     ) -> Any:
         values = args[1:] if self.is_method else args
-        arguments = dict(zip(self.names, values, strict=False)) | options
+        arguments = dict(zip(self.names, values, strict=False))
+        if options:
+            arguments |= options
         if len(arguments) < len(values) + len(options):
             return self.function(*args, **options)  # Python says what is wrong.
-        if "before" in self.about:
-            arguments = self.about["before"](first, arguments)
+        if self.before is not None:
+            arguments = self.before(first, arguments)
         traced: dict[str, Any] = {}
         fixed: dict[str, Any] = {}
         make = _compiled
@@ -215,7 +218,9 @@ class Program:
                 for name, value in traced.items()
             }
         keeps = self.keeps(first, arguments) if callable(self.keeps) else self.keeps
-        kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
+        kept: dict[str, Any] = {}
+        if keeps:
+            kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
         if kept:
             first = trees.updated(first, **dict.fromkeys(kept, ()))
         platform = platform_of(one_leaf(first if self.is_method else settled))
@@ -234,7 +239,6 @@ class Program:
     def _settled(self, traced: dict[str, Any]) -> dict[str, Any] | None:
         """Returns what ``_as_array`` would, if it need not convert an argument; else None."""
         settled: dict[str, Any] = {}
-        arrays: dict[str, Any] = {}
         for name, value in traced.items():
             dtype = self.dtypes.get(name)
             if dtype is not None and getattr(value, "dtype", None) != dtype:
@@ -244,12 +248,13 @@ class Program:
             elif type(value) in _PYTHON_NUMBERS and name not in (*self.stored, *self.keys):
                 settled[name] = value
             else:
-                arrays[name] = value
-        try:
-            copied = numbers.settled(arrays)
-        except (ValueError, TypeError):
-            return None  # What is no pytree raises a better error with its name.
-        return None if copied is None else {**settled, **copied}
+                try:
+                    settled[name] = numbers.settled(value)
+                except (ValueError, TypeError):
+                    return None  # What is no pytree raises a better error with its name.
+                if settled[name] is None and value is not None:
+                    return None
+        return settled
 
     def _as_array(self, first: Any, name: str, value: Any, arguments: dict[str, Any]) -> Any:
         """Returns an argument as the compiled function takes it, with copies of NumPy arrays.
@@ -311,15 +316,15 @@ def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
 def platform_of(arrays: PyTree) -> str:
     """Returns the platform of the device that runs a program called with these arrays."""
     if trees.is_concrete(type(arrays)):
-        return _platform(arrays.sharding)
+        return _platform(arrays)
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
     first = next((leaf for leaf in leaves if leaf.committed), leaves[0] if leaves else None)
-    return jax.default_backend() if first is None else _platform(first.sharding)
+    return jax.default_backend() if first is None else _platform(first)
 
 
-@functools.lru_cache(maxsize=1024)
-def _platform(sharding: jax.sharding.Sharding) -> str:
-    return next(iter(sharding.device_set)).platform
+def _platform(array: jax.Array) -> str:
+    # Faster than the hash by which a cache of shardings would find it.
+    return next(iter(array.sharding.device_set)).platform
 
 
 def is_outside() -> bool:

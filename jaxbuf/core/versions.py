@@ -42,9 +42,8 @@ def ffi_version() -> int:
     return major << 16 | minor
 
 
-def trace_state() -> object:
-    """Returns an opaque value for what this thread is tracing; only comparisons make sense."""
-    return _TRACING.get_opaque_trace_state(convention="jaxbuf")
+# Returns an opaque value for what this thread is tracing; only comparisons make sense.
+trace_state = functools.partial(_TRACING.get_opaque_trace_state, convention="jaxbuf")
 
 
 def in_shard_map() -> bool:
