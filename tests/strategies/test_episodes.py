@@ -429,6 +429,38 @@ def test_ending_open_episodes_once_and_in_scans_of_lanes(recurrence):
         jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 4).end_episodes()
 
 
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda buffer: buffer.end_episodes(),
+        lambda buffer: buffer.drop_newest_episode(),
+        lambda buffer: buffer.clear(jnp.array([0])),
+    ],
+    ids=["ended", "dropped", "cleared"],
+)
+def test_a_lost_life_counts_for_its_own_episode_only(leave):
+    """With it the first step of the next one would have a return of 0."""
+    buffer = create(1, 8, last="end.last", recurrence="alf", **RETURNS)
+    no, yes = np.zeros((1, 1), bool), np.ones((1, 1), bool)
+    buffer = leave(jaxbuf.add(buffer, steps([[0]], terminated=True, last=no)))
+    first = buffer.end_position
+    for last in (no, yes):
+        buffer = jaxbuf.add(buffer, steps([[1]], terminated=last, last=last, reward=1.0))
+    assert look(buffer, jnp.array([0]), first)["return"].tolist() == [1.0]
+
+
+def test_each_window_has_the_priority_of_the_step_that_completed_it():
+    """Those of the last steps of an episode have that of its end."""
+    sampler = jaxbuf.Prioritized(alpha=1.0, initial_priority=0.0)
+    buffer = create(2, 8, 3, boundary="avoid", sampler=sampler)
+    priority = jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]])
+    mask = jnp.array([[True] * 6, [True, False, True, True, True, False]])
+    buffer = buffer.add(rows_of("..T..T", "...T.."), priority=priority, mask=mask)
+    slots = buffer.slots_at(jnp.repeat(jnp.arange(2), 6), jnp.tile(jnp.arange(6), 2))
+    expected = np.array([3, 3, 3, 6, 6, 6, 40, 40, 40, 0, 0, 0])
+    np.testing.assert_allclose(buffer.get(slots).probability, expected / expected.sum(), rtol=1e-6)
+
+
 def test_a_window_that_has_gone_has_no_steps_of_an_episode():
     step = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
     episodes = jaxbuf.Episodes(boundary="mask")
