@@ -194,6 +194,9 @@ class ItemBuffer(SampledBuffer):
         if near is not None and near.removes:
             leaving = near.replaced(lax.stop_gradient(self.diversity_state), rows, self.occupancy)
             buffer, counts["replaced_near_buffer"] = retire.remove_all(self, leaving)
+            before = lax.stop_gradient(self.sampler_state)
+            state = self.bound_sampler.with_default_of(buffer.sampler_state, before)
+            buffer = trees.updated(buffer, sampler_state=state)
         score = rows.score if self.evictor.uses_score else None
         occupancy, index = buffer.occupancy.place(rows.shape[0], rows.mask, score)
         if buffer is not self:

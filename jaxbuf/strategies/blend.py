@@ -149,6 +149,14 @@ class Blend(KnownSampler):
             for sampler, inner in self._pairs(state)
         )
 
+    def with_default_of(
+        self, state: tuple[State, ...], before: tuple[State, ...]
+    ) -> tuple[State, ...]:
+        return tuple(
+            sampler.with_default_of(inner, earlier)
+            for (sampler, inner), earlier in zip(self._pairs(state), before, strict=True)
+        )
+
     def set_priority(
         self, state: tuple[State, ...], index: Index, value: Floats
     ) -> tuple[State, ...]:

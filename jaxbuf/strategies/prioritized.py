@@ -192,6 +192,9 @@ class Prioritized(ShardableSampler):
         valid = jnp.broadcast_to(jnp.sum(summaries.size, axis=0) > 0, index.shape)
         return Draw(index, self._probability(summaries, mass), valid)
 
+    def with_default_of(self, state: SegmentTree, before: SegmentTree) -> SegmentTree:
+        return state.replace_root("max", before.root("max"))
+
     def with_global_default(self, state: SegmentTree, summaries: MassSummary) -> SegmentTree:
         return state.replace_root("max", jnp.max(summaries.largest))
 

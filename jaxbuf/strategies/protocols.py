@@ -126,6 +126,19 @@ class Sampler(Movable, abc.ABC):
         del added, value, removed
         return state
 
+    def with_default_of(self, state: State, before: State) -> State:
+        """Returns the state from which the next ``on_change`` takes the default of an earlier one.
+
+        The default of new items counts those that leave for them, even if they were removed first.
+        Only a sampler whose default depends on the items needs this method.
+
+        Args:
+            state: The state.
+            before: The state before the items were removed.
+        """
+        del before
+        return state
+
     def on_episodes(self, state: State, index: Index, last: Mask) -> State:
         """Updates the state after windows became the last of their episodes, or no longer are.
 

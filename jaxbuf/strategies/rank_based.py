@@ -142,6 +142,10 @@ class RankBased(ByMass):
         masses = set_masses(state.masses, added, mass_of_first, removed)
         return self._changed(state.replace(masses=masses), index, value)
 
+    def with_default_of(self, state: RankState, before: RankState) -> RankState:
+        largest = before.values.root("max")
+        return state.replace(values=state.values.replace_root("max", largest))
+
     def set_priority(self, state: RankState, index: Index, value: Floats) -> RankState:
         """Sets the priorities (or scores) of existing items."""
         return self._changed(state, index, value)

@@ -110,6 +110,9 @@ class Recent(KnownSampler):
     ) -> State:
         return self.base.on_change(state, added, value, removed)
 
+    def with_default_of(self, state: State, before: State) -> State:
+        return self.base.with_default_of(state, before)
+
     def on_draw(self, state: State, index: Index) -> State:
         """Updates the base, which alone keeps state."""
         return self.base.on_draw(state, index)

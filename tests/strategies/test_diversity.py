@@ -473,6 +473,26 @@ def test_replacing_goes_by_the_rows_that_are_added(within_batch, entered):
     assert buffer.metrics()["replaced_near_buffer"] == len(entered) - 1
 
 
+BY_PRIORITY = jaxbuf.Prioritized(alpha=1.0)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        BY_PRIORITY,
+        jaxbuf.RankBased(),
+        jaxbuf.Recent(0.5, 2, BY_PRIORITY),
+        jaxbuf.Blend((jaxbuf.Uniform(), BY_PRIORITY), (1, 1)),
+    ],
+)
+def test_the_default_priority_counts_items_that_leave_for_the_row(sampler):
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=sampler, diversity=ELITES)
+    buffer = buffer.add(jnp.array([0.0, 5]), score=scores(1, 1), priority=jnp.array([100.0, 2]))
+    buffer = buffer.add(jnp.array([0.5, 9]), score=scores(2, 0))
+    metrics = buffer.metrics()
+    assert (metrics["priority_max"], metrics["replaced_near_buffer"]) == (100, 1)
+
+
 def test_a_full_buffer_asks_lowest_first_and_fills_what_became_free():
     buffer = create(ELITES, 3).add(rows([0, 10, 20]), score=scores(1, 2, 3))
     buffer = buffer.add(rows([0, 30, 10], 3), score=scores(0.5, 0.7, 2.5))
