@@ -94,13 +94,14 @@ def test_sampling_waits_until_there_is_enough(threads):
 
 
 def test_adding_to_a_full_queue_waits_for_room(threads):
-    holder = queue(3)
-    holder.add(integers(1, 2))
-    waiter = threads.submit(holder.add, integers(3, 4), timeout=LIMIT)
-    assert still_waits(waiter)
-    assert holder.take(1).data.tolist() == [1]
-    waiter.result(timeout=LIMIT)
-    assert holder.take(3).data.tolist() == [2, 3, 4]
+    with queue(3) as holder:
+        holder.add(integers(1, 2))
+        # Once its time is over it would look again, whether it was woken up or not.
+        waiter = threads.submit(holder.add, integers(3, 4))
+        assert still_waits(waiter)
+        assert holder.take(1).data.tolist() == [1]
+        waiter.result(timeout=LIMIT)
+        assert holder.take(3).data.tolist() == [2, 3, 4]
 
 
 def test_a_holder_obeys_its_limiter(threads):
