@@ -1,6 +1,5 @@
 """`ItemBuffer` case by case: what goes in, where it lies, what leaves, what a handle means."""
 
-import functools
 from typing import NamedTuple
 
 import chex
@@ -160,25 +159,6 @@ def test_keys_are_stored_like_numbers(batch_size):
         assert bool(jnp.all(data["key"] == expected))
 
 
-def test_sample_has_the_dtypes_and_shapes_of_the_contract():
-    buffer = jaxbuf.add(create(4, PROPORTIONAL), integers(1, 2, 3))
-    sample = jaxbuf.sample(buffer, key(), 6)
-    for leaf, dtype in (
-        (sample.data, jnp.int32),
-        (sample.slots.index, jnp.int32),
-        (sample.slots.generation, jnp.uint32),
-        (sample.probability, jnp.float32),
-        (sample.valid, jnp.bool_),
-    ):
-        assert (leaf.shape, leaf.dtype) == ((6,), dtype)
-    assert (buffer.size.shape, buffer.size.dtype) == ((), jnp.int32)
-    assert (buffer.can_sample().shape, buffer.can_sample().dtype) == ((), jnp.bool_)
-    assert type(buffer.capacity) is int
-    assert buffer.capacity == 4
-    for name, value in buffer.metrics().items():
-        assert jnp.shape(value) == (), name
-
-
 @pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 def test_metrics_of_priorities_agree_with_numpy(alpha, mix):
@@ -208,13 +188,6 @@ def test_metrics_compute_no_power_of_every_slot():
     assert "40xf32" not in "".join(line for line in text.splitlines() if "stablehlo.power" in line)
 
 
-def test_a_key_decides_the_sample():
-    buffer = jaxbuf.add(create(64, jaxbuf.Uniform()), jnp.arange(64, dtype=jnp.int32))
-    one, same, other = (jaxbuf.sample(buffer, key(seed), 64) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(one.data, same.data)
-    assert (one.data != other.data).any()
-
-
 def test_no_slot_is_given_to_two_rows_of_a_batch():
     """An accelerator may write either of them."""
     ring = create(5).occupancy
@@ -233,13 +206,6 @@ def test_the_smallest_priorities_are_not_zero(alpha):
     assert create(4, sampler).add(integers(1), priority=floats(-tiny)).metrics()["rejected"] == 1
 
 
-def test_an_empty_batch_is_legal():
-    buffer = jaxbuf.add(create(4), jnp.zeros((0,), jnp.int32))
-    assert buffer.size == 0
-    buffer = jaxbuf.add(jaxbuf.add(buffer, integers(3)), jnp.zeros((0,), jnp.int32))
-    assert contents(buffer) == {0: 3}
-
-
 def test_refused_and_masked_rows_do_not_compete_with_duplicates():
     buffer = jaxbuf.add(create(5, REVEAL_PRIORITIES), integers(1, 2))
     slots = slots_of(buffer, 1, 1, 1, 1)
@@ -248,27 +214,6 @@ def test_refused_and_masked_rows_do_not_compete_with_duplicates():
     )
     assert_shares(buffer, {1: 6.0, 2: 1.0})
     assert buffer.metrics()["rejected"] == 1
-
-
-def test_stale_slots_are_dropped_silently():
-    buffer = jaxbuf.add(create(3, REVEAL_PRIORITIES), integers(1, 2, 3))
-    old = slots_of(buffer, 1, 2, 3)
-    buffer = jaxbuf.add(buffer, integers(4, 5), priority=floats(2.0, 3.0))
-    buffer = jaxbuf.update_priority(buffer, old, floats(50.0, 60.0, 9.0))
-    assert_shares(buffer, {3: 9.0, 4: 2.0, 5: 3.0})
-    assert buffer.metrics()["rejected"] == 0
-
-
-def test_a_stale_row_does_not_compete_with_the_live_one():
-    buffer = jaxbuf.add(create(2, REVEAL_PRIORITIES), integers(1, 2))
-    old = slots_of(buffer, 1)
-    buffer = jaxbuf.add(buffer, integers(3))
-    new = slots_of(buffer, 3)
-    assert old.index[0] == new.index[0]
-    assert old.generation[0] != new.generation[0]
-    for slots, priority in ((join(old, new), (5.0, 4.0)), (join(new, old), (4.0, 5.0))):
-        updated = jaxbuf.update_priority(buffer, slots, floats(*priority), donate=False)
-        assert_shares(updated, {2: 1.0, 3: 4.0})
 
 
 def test_a_never_filled_slot_cannot_be_updated_to_life():
@@ -280,16 +225,6 @@ def test_a_never_filled_slot_cannot_be_updated_to_life():
     buffer = jaxbuf.update_priority(buffer, guesses, jnp.full(3, 99.0, jnp.float32))
     assert_shares(buffer, {1: 1.0, 2: 1.0})
     assert buffer.metrics()["priority_max"] == 1.0
-
-
-def test_default_is_no_historical_maximum():
-    buffer = jaxbuf.add(create(2, REVEAL_PRIORITIES), integers(1, 2), priority=floats(9.0, 2.0))
-    buffer = jaxbuf.update_priority(buffer, slots_of(buffer, 1), floats(0.5))
-    buffer = jaxbuf.add(buffer, integers(3))
-    assert_shares(buffer, {2: 2.0, 3: 2.0})
-    buffer = jaxbuf.add(buffer, integers(4, 5), priority=floats(0.1, 0.2))
-    buffer = jaxbuf.add(buffer, integers(6))
-    assert_shares(buffer, {5: 0.2, 6: 1.0})
 
 
 def test_clear_of_a_partly_filled_ring_keeps_handles_stale():
@@ -398,17 +333,3 @@ def test_documented_defaults():
         replacement=True,
     )
     assert jaxbuf.ItemBuffer.create(jnp.int32(0), 2).size == 0
-
-
-def test_a_ring_stays_right_when_far_more_rows_than_capacity_pass():
-    """A long scanned run of odd batches ends with the newest rows, in order."""
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def many(buffer):
-        def body(buffer, start):
-            return buffer.add(start * 5 + jnp.arange(5, dtype=jnp.int32)), None
-
-        return jax.lax.scan(body, buffer, jnp.arange(2_000, dtype=jnp.int32))[0]
-
-    buffer = many(create(7))
-    assert contents(buffer) == dict(sorted((k % 7, k) for k in range(9_993, 10_000)))

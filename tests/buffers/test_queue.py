@@ -27,29 +27,6 @@ def taken(queue, batch_size):
     return queue, np.asarray(sample.data)[np.asarray(sample.valid)].tolist()
 
 
-def test_missing_rows_are_invalid():
-    queue = jaxbuf.add(create(4), integers(7, 8))
-    queue, sample = take(queue, 3)
-    np.testing.assert_array_equal(sample.valid, [True, True, False])
-    np.testing.assert_array_equal(sample.probability, [1.0, 1.0, 0.0])
-    np.testing.assert_array_equal(sample.slots.index, [0, 1, 4])
-    np.testing.assert_array_equal(sample.data[:2], [7, 8])
-    assert (sample.slots.index.dtype, sample.slots.generation.dtype) == (jnp.int32, jnp.uint32)
-    queue, sample = take(queue, 3)
-    np.testing.assert_array_equal(sample.valid, False)
-
-
-def test_it_says_how_many_rows_it_has_and_has_room_for():
-    queue = jaxbuf.add(create(5), integers(1, 2, 3))
-    assert [bool(queue.can_sample(rows)) for rows in (2, 3, 4)] == [True, True, False]
-    assert [bool(queue.can_add(rows)) for rows in (1, 2, 3)] == [True, True, False]
-
-
-def test_masked_rows_are_not_counted_as_refused():
-    queue = jaxbuf.add(create(3), integers(1, 2, 3), mask=jnp.array([True, False, True]))
-    assert (queue.size, queue.metrics()["rejected"]) == (2, 0)
-
-
 def test_trajectories_of_any_structure():
     example = {"obs": jnp.zeros((4, 2)), "action": jnp.zeros(4, jnp.int8)}
     queue = create(2, example)
@@ -74,7 +51,6 @@ def test_past_2_to_the_32_items():
 
 
 BAD = [
-    (lambda: create(2**31), "capacity is 2147483648; expected an integer of at most 2**30"),
     (lambda: create(2, {}), "example has no leaves"),
     (lambda: create(2).add(jnp.zeros((3, 1), jnp.int32)), "items has shape (3, 1); expected (B,)"),
     (lambda: create(2).add(jnp.zeros(3)), "items has dtype float32; expected int32"),

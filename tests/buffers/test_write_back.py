@@ -118,18 +118,6 @@ def test_wrong_slots_and_masks_are_named(name, change, message):
         getattr(buffer, name)(**given | {"slots": slots} | change(slots))
 
 
-def test_no_rows_change_nothing():
-    buffer, slots = filled(evictor=jaxbuf.Lowest(), parts=REMOVABLE)
-    none = jax.tree.map(lambda leaf: leaf[:0], slots)
-    nothing = jnp.zeros(0)
-    chex.assert_trees_all_equal(buffer.set_field("reward", none, nothing), buffer)
-    chex.assert_trees_all_equal(buffer.update_score(none, nothing), buffer)
-    chex.assert_trees_all_equal(buffer.remove(none), buffer)
-    same, slots = buffer.insert(items([]), score=nothing)
-    chex.assert_trees_all_equal(same, buffer)
-    assert slots.index.shape == (0,)
-
-
 # --- scores
 
 
@@ -721,41 +709,6 @@ def test_a_part_that_returns_nothing_is_named():
 
 
 # --- the functions that donate
-
-
-def negated(batch):
-    return -batch["reward"]
-
-
-GIVEN = {
-    "set_field": lambda s: {"path": "reward", "slots": s, "value": np.arange(9, 13, dtype="f4")},
-    "update_score": lambda s: {"slots": s, "score": np.arange(4, dtype="f4")},
-    "remove": lambda s: {"slots": s},
-    "insert": lambda s: {"items": items([7, 8]), "score": np.ones(2, "f4")},
-    "map_field": lambda s: {"path": "reward", "fn": negated},
-}
-
-
-@pytest.mark.parametrize("name", GIVEN)
-def test_functions_do_what_methods_do_and_donate(name):
-    options = {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax(), "parts": REMOVABLE}
-    buffer, slots = filled(4, capacity=256, **options)
-    door, given = getattr(jaxbuf, name), GIVEN[name](slots)
-    expected = getattr(buffer, name)(**given)
-    kept = door(buffer, donate=False, **given)
-    chex.assert_trees_all_close(kept, expected, rtol=1e-6)
-    # What does not change may be shared with the buffer that was kept.
-    buffer, slots = filled(4, capacity=256, **options)
-    given = GIVEN[name](slots)
-    changed = door(buffer, **given)
-    chex.assert_trees_all_equal(changed, kept)
-    changed = changed[0] if name == "insert" else changed
-    with pytest.raises(ValueError, match="donate is 3; expected True or False"):
-        door(changed, donate=3, **given)
-    with pytest.raises(ValueError, match="buffer is None; expected a buffer"):
-        door(None, **given)
-    with pytest.raises(ValueError, match="colour was given, but an ItemBuffer has no use for it"):
-        door(changed, colour=3, **given)
 
 
 def test_arrays_of_the_caller_are_copied():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxbuf import testing
+from jaxbuf.core.versions import takes_option
 from tests import operations
 
 # Operations that a buffer has not are left out. With a negative number no row of an add counts, and
@@ -28,6 +29,16 @@ HISTORY = (
 )  # fmt: skip
 LANES = 2
 REMEMBERED = 5
+# As a user's programs are compiled; those of the other tests are not made fast.
+OPTIMIZED = {
+    name: value
+    for name, value in (
+        ("xla_backend_optimization_level", 3),
+        ("xla_llvm_disable_expensive_passes", False),
+        ("xla_cpu_use_fusion_emitters", True),
+    )
+    if takes_option(name, value)
+}
 
 
 def changed(what, buffer, sample, scale, key):
@@ -187,3 +198,14 @@ def test_steps_with_donation_are_a_scan(name):
         state, told = one(state, at(it.inputs, 0, *t))
         seen.append(jax.device_get(told))
     assert_same((state, jax.tree.map(lambda *leaves: np.stack(leaves), *seen)), results(name))
+
+
+@pytest.mark.parametrize("name", ["shuffled-fresh-lowest", "windows-fresh"])
+def test_optimized_is_the_scan(name):
+    it, seen = history(name), []
+    scan = functools.partial(jax.lax.scan, it.step)
+    half, state = jax.jit(scan, compiler_options=OPTIMIZED), it.start()
+    for number in range(2):
+        state, told = half(state, at(it.inputs, 0, number))
+        seen.append(jax.device_get(told))
+    assert_same((state, jax.tree.map(lambda *leaves: np.concatenate(leaves), *seen)), results(name))

@@ -31,6 +31,10 @@ from jaxbuf.core.segment_tree import NARROW, WIDE, SegmentTree
 from jaxbuf.occupancy.subset import Subset
 from tests.models import items as reference
 from tests.models import trajectory as reference_steps
+from tests.models.blend import BlendedItemBuffer
+from tests.models.ranks import RankedItemBuffer
+from tests.models.sampling import RecentItemBuffer
+from tests.models.staleness import StaleItemBuffer
 
 PRIORITIES = [0.0, -0.0, 1e-6, 0.25, 1.0, 3.0, 1e6, np.nan, -1.0, np.inf]
 LIMITS = settings(max_examples=40, stateful_step_count=25)
@@ -430,6 +434,13 @@ def slots_of(handles, rows=0, past_end=0):
     return jaxbuf.Slots(np.array(index, np.int32), np.array(generation, np.uint32))
 
 
+STALE = jaxbuf.Staleness(replacement=False)
+RECENT = 0.5, 2
+# Exponents of priorities, how many items are new, and weights.
+BLENDED = (0.7, 0.0), 3, (0.5, 0.25, 0.25)
+BLEND = jaxbuf.Blend(
+    (jaxbuf.Prioritized(0.7), jaxbuf.Uniform(), jaxbuf.Recent(1.0, BLENDED[1])), BLENDED[2]
+)
 RANKED = jaxbuf.RankBased(by="score", sort_every=2)
 ALL_BY_SCORE = jaxbuf.Blend((RANKED, jaxbuf.Softmax(), jaxbuf.Uniform()), (1, 1, 1))
 LOWEST, FRESH = jaxbuf.Lowest(), jaxbuf.Freshness
@@ -440,6 +451,14 @@ ITEMS = {
     "proportional": (18, {"sampler": BY_PRIORITY, "parts": REMOVABLE}),
     "mixed": (6, {"sampler": MIXED}),
     "lowest": (9, {"sampler": DISTINCT, "evictor": LOWEST}),
+    "plain": (18, {"sampler": jaxbuf.Prioritized(0.6, 0.0, stratified=False)}),
+    "recent": (6, {"sampler": jaxbuf.Recent(*RECENT, jaxbuf.Prioritized(alpha=1.0))}),
+    "ranked": (18, {"sampler": jaxbuf.RankBased(alpha=0.7, replacement=False)}),
+    "ranked-seldom": (
+        5, {"sampler": jaxbuf.RankBased(alpha=1.0, sort_every=3), "parts": REMOVABLE}
+    ),
+    "stale": (12, {"sampler": STALE, "parts": REMOVABLE}),
+    "blend-by-priority": (18, {"sampler": BLEND, "parts": REMOVABLE}),
     "blend": (6, {"sampler": ALL_BY_SCORE, "evictor": LOWEST, "parts": REMOVABLE}),
     "softmax": (6, {"sampler": jaxbuf.Softmax(), "parts": REMOVABLE}),
     "shuffled": (7, {"sampler": jaxbuf.Shuffled(), "freshness": FRESH(max_use=2)}),
@@ -479,6 +498,15 @@ ITEMS = {
     ),
     "near-one": (1, {"diversity": jaxbuf.Diversity(1.1, 0.5), "evictor": LOWEST}),
 }  # fmt: skip
+# Twins of their own.
+TWINS = {
+    "recent": lambda capacity: RecentItemBuffer(capacity, *RECENT, alpha=1.0),
+    "ranked": lambda capacity: RankedItemBuffer(capacity, alpha=0.7),
+    "ranked-seldom": lambda capacity: RankedItemBuffer(capacity, alpha=1.0, sort_every=3),
+    "stale": StaleItemBuffer,
+    "blend-by-priority": lambda capacity: BlendedItemBuffer(capacity, *BLENDED, alpha=0.7),
+}
+NORMALIZE = ("batch", "buffer", "mean", None)
 # Computed by XLA in place of the kernels in C++, as on accelerators.
 WITHOUT_KERNELS = {"proportional", "blend", "fresh", "near-oldest"}
 
@@ -502,6 +530,9 @@ def observe_items(buffer, names, ages):
     slots = jaxbuf.Slots(slot, buffer.occupancy.generation(slot))
     counts = jnp.arange(buffer.capacity + 2)
     key = jax.random.key(0)
+    sample, weights = buffer.sample(key, buffer.capacity), {}
+    if buffer.sampler.uses_priority:
+        weights = [jaxbuf.importance_weights(buffer, sample, 0.5, how) for how in NORMALIZE]
     ordered = []
     if buffer.occupancy.keeps_order:
         ordered = [
@@ -511,7 +542,8 @@ def observe_items(buffer, names, ages):
         ]
     return {
         "found": buffer.get(slots),
-        "sample": buffer.sample(key, buffer.capacity),
+        "sample": sample,
+        "weights": weights,
         "ordered": ordered,
         "holds": buffer.holds(names),
         "in_order": buffer.occupancy.in_order(),
@@ -535,13 +567,14 @@ class ItemMachine(BufferMachine):
             options["diversity"] = near = dataclasses.replace(near, field="point")
             near = reference.Near(near.cutoff, near.p, near.within_batch, near.active, near.keep)
         buffer = jaxbuf.ItemBuffer.create(data(0, point=np.zeros(2, "f4")), capacity, **options)
-        twin = reference.ItemBuffer(
-            capacity,
+        plain = functools.partial(
+            reference.ItemBuffer,
             lowest=options.get("evictor") == LOWEST,
             limits=limits_of(options["freshness"]),
             filter=near,
             **twin_of(options["sampler"]),
         )
+        twin = TWINS.get(name, plain)(capacity)
         super().__init__(buffer, twin)
         self.scored = bool(buffer.score_users)
         self.shuffled = isinstance(buffer.sampler, jaxbuf.Shuffled)
@@ -598,6 +631,13 @@ class ItemMachine(BufferMachine):
         self.left -= chosen
         self.turn()
 
+    @precondition(lambda self: isinstance(self.twin, StaleItemBuffer))
+    @rule(seed=seeds)
+    def next_of_the_stale(self, seed):
+        self.buffer, batch = jaxbuf.next_batch(self.buffer, jax.random.key(seed), self.BATCH)
+        drawn = batch.data["number"][batch.valid].tolist()
+        self.twin.drawn([item for item in self.twin.live if item.data["number"] in drawn])
+
     def turn(self):
         self.left = {item for item in self.left if item.live}
         needed = self.BATCH if self.buffer.sampler.drop_last else 1
@@ -611,7 +651,7 @@ class ItemMachine(BufferMachine):
 
     def law(self):
         """The probability of each item; None of a blend, which changes with its last sort."""
-        if isinstance(self.buffer.sampler, jaxbuf.Blend):
+        if self.buffer.sampler == ALL_BY_SCORE:
             return None
         if not isinstance(self.buffer.sampler, jaxbuf.Softmax):
             return self.twin.probabilities()
@@ -630,7 +670,22 @@ class ItemMachine(BufferMachine):
         live = {item.data["number"]: item for item in items}
         self.check(seen, live, self.law())
         self.count(metrics, "removed", "refused_stale", "retired_used", "retired_stale")
-        found = seen["found"]
+        found, law, drawn = seen["found"], self.law(), seen["sample"]
+        for how, weights in zip(NORMALIZE, seen["weights"], strict=False):
+            assert not weights[~drawn.valid].any()
+            if law and drawn.valid.any():
+                expected = reference.importance_weights(
+                    drawn.probability[drawn.valid], [*law.values()], 0.5, how
+                )
+                np.testing.assert_allclose(weights[drawn.valid], expected, rtol=2e-5)
+        if isinstance(self.buffer.sampler, jaxbuf.Prioritized) and twin.size:
+            size = reference.effective_sample_size([*law.values()])
+            assert metrics["effective_sample_size"] == pytest.approx(size, rel=1e-4)
+        if isinstance(twin, RankedItemBuffer):
+            assert metrics["changes_since_sort"] == twin.changes
+        if isinstance(twin, StaleItemBuffer):
+            waited = [twin.now - twin.times[item] for item in twin.live]
+            assert metrics["batches_since_drawn_max"] == max(waited, default=0)
         order, mask = seen["in_order"]
         assert found.data["number"][order[mask]].tolist() == [*live]
         if seen["ordered"]:
@@ -659,7 +714,7 @@ class ItemMachine(BufferMachine):
         if self.shuffled:
             assert metrics["left"] == sum(item.live for item in self.left)
             assert metrics["passes"] == self.passes
-        if twin.alpha == 1.0 and twin.size:
+        if self.buffer.sampler == BY_PRIORITY and twin.size:
             for name in ("min", "max", "mean"):
                 expected = getattr(twin.masses(), name)()
                 assert metrics[f"priority_{name}"] == pytest.approx(expected, rel=1e-5)

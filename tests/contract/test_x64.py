@@ -199,26 +199,3 @@ def test_slots_of_64_bits():
     buffer = buffer.mark_used(slots, mask=np.array([False, True, True]))
     assert buffer.sampler_state.leaves.tolist() == [0, 1, 2, 0, 0]
     assert buffer.use_count(slots).tolist() == [0, 1, 1]
-
-
-@pytest.mark.parametrize("name", ["items", "chunks", "episodes"])
-def test_numbers_of_64_bits_that_fit_are_stored_in_32(name):
-    """In buffers and accumulators that were created without 64-bit types."""
-    with jax.enable_x64(False):
-        example = {"n": jnp.int32(0), "terminated": jnp.bool_(False)}
-        taker = {
-            "items": lambda: jaxbuf.ItemBuffer.create(example, 4),
-            "chunks": lambda: jaxbuf.ChunkAccumulator.create(example, 4, 1),
-            "episodes": lambda: jaxbuf.EpisodeAccumulator.create(example, 4, max_length=2),
-        }[name]()
-    rows = {"n": np.arange(4), "terminated": np.ones(4, bool)}
-    if name == "chunks":
-        _, chunks, done = taker.add(rows, np.arange(4), np.zeros(4, int))
-        stored = chunks.fragments["n"][done]
-    elif name == "episodes":
-        _, episodes, done = taker.add(rows)
-        stored = episodes.steps["n"][done][:, 0]
-    else:
-        stored = taker.add(rows).data["n"]
-    assert stored.dtype == jnp.int32
-    assert stored.reshape(-1).tolist() == [0, 1, 2, 3]

@@ -686,11 +686,6 @@ def test_other_rows_are_refused(tmp_path, use, rows, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"rows_at_a_time": -1}, ValueError, "rows_at_a_time is -1; expected"),
-        ({"rows_at_a_time": 2.0}, ValueError, "rows_at_a_time is 2.0; expected"),
-        ({"stop": -1}, ValueError, "stop is -1; expected"),
-        ({"start": -1}, ValueError, "start is -1; expected"),
-        ({"start": 1.5}, ValueError, "start is 1.5; expected"),
         ({"start": 4, "stop": 2}, ValueError, "stop is 2; expected"),
         ({"start": 7}, IndexError, "start is 7, but the store has 5 rows"),
         ({"start": 7, "stop": 9}, IndexError, "start is 7, but the store has 5 rows"),

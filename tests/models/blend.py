@@ -49,6 +49,3 @@ class BlendedItemBuffer(reference.ItemBuffer):
         recent = recent_probabilities([by_age], none, 1.0, self.newest)
         laws.append([recent[item] for item in self.live])
         return dict(zip(self.live, blended(laws, self.weights).tolist(), strict=True))
-
-    def masses(self):
-        return np.array([*self.probabilities().values()])

@@ -201,8 +201,6 @@ class ItemBuffer:
         initial_priority: smallest default priority of a new item.
         epsilon: added to a priority before the exponent.
         uniform_mix: share of draws made uniformly over live slots.
-        stratified: accepted and ignored: it leaves every probability as it is.
-        replacement: whether one batch may hold an item twice.
         lowest: whether the lowest scores leave, of equal ones the older; otherwise the oldest.
         limits: ``max_use``, ``max_staleness`` and ``comparison`` as in ``Freshness``, or None.
         filter: chooses among the rows that are to enter, as ``Near``; None for all.
@@ -216,19 +214,15 @@ class ItemBuffer:
         initial_priority: float = 1.0,
         epsilon: float = 0.0,
         uniform_mix: float = 0.0,
-        stratified: bool = True,
-        replacement: bool = True,
         lowest: bool = False,
         limits: tuple | None = None,
         filter: Any = None,  # noqa: A002
     ):
-        del stratified
         self.capacity = capacity
         self.alpha = alpha
         self.initial_priority = initial_priority
         self.epsilon = epsilon
         self.uniform_mix = uniform_mix
-        self.replacement = replacement
         self.lowest = lowest
         self.limits = Limits(*(limits or (None, None, ">=")))
         self.filter = filter
@@ -361,16 +355,6 @@ class ItemBuffer:
         """Exact probability that one draw (or the first draw) is each live item."""
         share = proportional(self.masses(), 0.0 if self.alpha is None else self.uniform_mix)
         return dict(zip(self.live, share.tolist(), strict=True))
-
-    def drawable(self) -> int:
-        """Number of items with a positive probability."""
-        return sum(probability > 0 for probability in self.probabilities().values())
-
-    def valid_rows(self, batch_size: int) -> int:
-        """Number of valid rows in a sample of this size."""
-        if self.replacement:
-            return batch_size if self.size else 0
-        return min(batch_size, self.drawable())
 
 
 class Limits:

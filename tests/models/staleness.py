@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tests.models import items as reference
 
 
@@ -43,6 +41,3 @@ class StaleItemBuffer(reference.ItemBuffer):
     def probabilities(self):
         law = stale_law([self.times[item] for item in self.live], self.now, self.exponent)
         return dict(zip(self.live, law.tolist(), strict=True))
-
-    def masses(self):
-        return np.array([*self.probabilities().values()])

@@ -105,35 +105,3 @@ def test_large_buffers_agree_with_the_model_while_the_numbers_of_arrivals_wrap(
         buffer = jaxbuf.add(buffer, items, score=score, mask=mask)
         assert held(buffer) == sorted(item.data for item in twin.live)
     testing.assert_valid(buffer)
-
-
-def test_vmapped_buffers_are_independent():
-    many = jax.jit(jax.vmap(lambda _: create(2)))(jnp.arange(3))
-    items = jnp.arange(9, dtype=jnp.int32).reshape(3, 3)
-    score = jnp.stack([floats(1, 2, 3), floats(3, 2, 1), floats(1, 3, 2)])
-    many = jax.jit(jax.vmap(lambda buffer, items, score: buffer.add(items, score=score)))(
-        many, items, score
-    )
-    np.testing.assert_array_equal(jnp.sort(many.data, axis=1), [[1, 2], [3, 4], [7, 8]])
-    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda buffer: buffer.size))(many), [2, 2, 2])
-
-
-@pytest.mark.parametrize("rows", [1, 16])
-def test_an_add_copies_neither_the_tree_nor_the_storage(rows):
-    capacity = 5000
-
-    def step(buffer, inputs):
-        return buffer.add(*inputs[:1], score=inputs[1]), None
-
-    def many(buffer, items, score):
-        return jax.lax.scan(step, buffer, (items, score))[0]
-
-    inputs = jnp.zeros((7, rows), jnp.int32), jnp.zeros((7, rows), jnp.float32)
-    program = jax.jit(many, donate_argnums=0).lower(create(capacity), *inputs).compile().as_text()
-    nodes = create(capacity).occupancy.nodes.shape[0]
-    copies = [
-        line
-        for line in program.splitlines()
-        if " copy(" in line and (f"u32[{nodes},2]" in line or f"s32[{capacity}]" in line)
-    ]
-    assert copies == []

@@ -87,12 +87,6 @@ def test_the_law_is_that_of_the_mixture(name):
     testing.assert_distribution(buffer, KEY, [*law, 0, 0], draws=1500, batch_size=13)
 
 
-def test_lists_are_tuples():
-    assert jaxbuf.Blend([PROPORTIONAL, UNIFORM], [3, 1]) == jaxbuf.Blend(
-        (PROPORTIONAL, UNIFORM), (3, 1)
-    )
-
-
 def test_uniform_mix_is_a_blend():
     mixed = filled(jaxbuf.Prioritized(alpha=0.6, uniform_mix=0.3))
     blend = filled(jaxbuf.Blend((jaxbuf.Prioritized(alpha=0.6), UNIFORM), (0.7, 0.3)))
@@ -167,16 +161,6 @@ def test_rows_beyond_the_items_of_a_draw_without_replacement_are_invalid():
     np.testing.assert_allclose(batch.probability, np.where(batch.valid, 1 / 7, 0), rtol=1e-6)
 
 
-def test_all_samplers_hear_of_items_that_leave():
-    sampler = jaxbuf.Blend((PROPORTIONAL, jaxbuf.RankBased(alpha=1.0)), (0.5, 0.5))
-    buffer = filled(sampler, parts=(jaxbuf.Removable(),))
-    batch = buffer.sample(KEY, 4)
-    buffer = jaxbuf.remove(buffer, batch.slots)
-    testing.assert_valid(buffer)
-    assert (law_of(buffer)[batch.slots.index] == 0).all()
-    assert not np.isin(buffer.sample(KEY, 64).data, batch.data).any()
-
-
 def test_scores_reach_all_samplers_that_use_them():
     sampler = jaxbuf.Blend((jaxbuf.RankBased(1.0, by="score"), jaxbuf.Softmax()), (0.5, 0.5))
     buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=sampler, evictor=jaxbuf.Lowest())
@@ -189,12 +173,6 @@ def test_scores_reach_all_samplers_that_use_them():
     assert held == pytest.approx(dict(enumerate(expected)), rel=1e-5)
     with pytest.raises(ValueError, match="pass score="):
         buffer.add(jnp.array([1]))
-
-
-def test_a_priority_must_be_legal_for_all():
-    buffer = filled(HALVES, [1.0, INF, np.nan, -1.0, 2.0])
-    assert buffer.size == 2
-    assert buffer.metrics()["rejected"] == 3
 
 
 def test_windows_are_drawn_by_priority_and_in_equal_numbers():

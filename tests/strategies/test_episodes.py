@@ -314,10 +314,6 @@ BAD = [
         {"record_return": True, "reward": "t"},
         "episodes.reward is 't', of dtype int32; expected a floating dtype",
     ),
-    ({"boundary": "stop"}, "boundary is 'stop'; choose from ('cross', 'mask', 'avoid')"),
-    ({"recurrence": "td"}, "recurrence is 'td'; choose from ('plain', 'alf')"),
-    ({"discount": 1.5}, "discount is 1.5; expected a factor in [0, 1]"),
-    ({"default_return": np.nan}, "default_return is nan"),
     ({"reward_clip": (1, -1)}, "reward_clip is (1, -1); expected two numbers, (low, high)"),
 ]
 
@@ -372,34 +368,6 @@ def test_numpy_numbers_do_not_retrace():
     )
     assert plain == numpy
     assert hash(plain) == hash(numpy)
-
-
-CHAIN = {"obs": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
-
-
-@pytest.mark.parametrize(
-    ("boundary", "n", "every"),
-    [("cross", 1, 1), ("mask", 3, 1), ("avoid", 8, 1), ("cross", 3, 4), ("avoid", 1, 4)],
-)
-def test_a_learner_sees_the_reward_at_the_end(boundary, n, every):
-    """Q-learning on a chain of six states, of which the last one is rewarded."""
-    size, episodes = 6, jaxbuf.Episodes(boundary=boundary, period=every)
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        CHAIN, 1, 120, sequence_length=n + every, episodes=episodes
-    )
-    t = np.arange(120) % size
-    ends = jnp.asarray(t == size - 1)[None]
-    steps = {"obs": jnp.asarray(t, jnp.int32)[None], "terminated": ends}
-    buffer = buffer.add({**steps, "reward": ends.astype(jnp.float32)})
-    q = np.zeros(size)
-    for i in range(80):
-        batch = jaxbuf.sample(buffer, jax.random.key(i), 32)
-        targets, obs = jax.device_get((jaxbuf.n_step(batch.data, n, 0.9), batch.data["obs"]))
-        after = np.take_along_axis(obs, targets.bootstrap_index, axis=1)
-        for where in np.ndindex(targets.reward.shape):
-            target = targets.reward[where] + targets.discount[where] * q[after[where]]
-            q[obs[where]] += 0.5 * (target - q[obs[where]])
-    np.testing.assert_allclose(q, 0.9 ** np.arange(size - 1, -1, -1), atol=0.02)
 
 
 @pytest.mark.parametrize("recurrence", ["plain", "alf"])

@@ -1,7 +1,5 @@
 """The sampler `RankBased`: ranks, ties, outliers, seldom sorts, scores, and draws from the law."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,64 +113,10 @@ def test_ranks_are_exact_for_every_capacity(capacity):
     assert (np.rint(1 / np.asarray(buffer.sampler_state.masses.leaves)) == rank).all()
 
 
-@pytest.mark.parametrize("by", ["priority", "score"])
-def test_equal_values_and_zeros_of_both_signs_go_by_slot(by):
-    buffer = filled([0.0, -0.0, 1.0, 0.0, 1.0], by=by, alpha=1.0)
-    ranks = np.array([3, 4, 1, 5, 2])
-    np.testing.assert_allclose(law_of(buffer), shares(1 / ranks), rtol=1e-6)
-    testing.assert_valid(buffer)
-
-
 def test_infinite_scores_have_ranks():
     buffer = filled([-INF, 3.0, INF, -3e38, INF, -5.0], 8, "score", alpha=1.0)
     ranks = np.array([6, 3, 1, 5, 2, 4])
     np.testing.assert_allclose(law_of(buffer), [*shares(1 / ranks), 0, 0], rtol=1e-6)
-    testing.assert_valid(buffer)
-
-
-def test_new_items_have_the_largest_priority():
-    buffer = filled([0.5, 7.0, 2.0], 5, alpha=1.0).add(jnp.array([3]))
-    # As large as the 7, in a later slot.
-    np.testing.assert_allclose(law_of(buffer), [*shares([1 / 4, 1, 1 / 3, 1 / 2]), 0], rtol=1e-6)
-    small = filled([0.1, 0.2], 3, alpha=1.0).add(jnp.array([2]))
-    np.testing.assert_allclose(law_of(small), shares([1 / 3, 1 / 2, 1]), rtol=1e-6)
-    # A priority that is refused is the default; the row of an ItemBuffer is left out.
-    buffer = filled([1.0, INF, np.nan, -1.0, 2.0], 5, alpha=1.0)
-    assert buffer.size == 2
-    assert buffer.metrics()["rejected"] == 3
-
-
-def test_seldom_sorts_use_the_ranks_of_the_last_one():
-    buffer = filled([1.0, 2.0, 3.0], 4, alpha=1.0, sort_every=3)
-    np.testing.assert_allclose(law_of(buffer), [1 / 3, 1 / 3, 1 / 3, 0], rtol=1e-6)
-    assert buffer.metrics()["changes_since_sort"] == 1
-    slots = jaxbuf.Slots(jnp.arange(3, dtype=jnp.int32), jnp.zeros(3, jnp.uint32))
-    slots = dataclasses.replace(buffer.sample(KEY, 3).slots, index=slots.index)
-    buffer = buffer.update_priority(slots, jnp.array([9.0, 2.0, 3.0]))
-    np.testing.assert_allclose(law_of(buffer), [1 / 3, 1 / 3, 1 / 3, 0], rtol=1e-6)
-    # Nothing is changed by rows that are masked out, and nothing is counted.
-    buffer = buffer.update_priority(slots, jnp.ones(3), mask=jnp.zeros(3, bool))
-    buffer = buffer.add(jnp.array([7]), mask=jnp.array([False]))
-    assert buffer.metrics()["changes_since_sort"] == 2
-    buffer = buffer.update_priority(slots, jnp.array([9.0, 2.0, 4.0]))
-    np.testing.assert_allclose(law_of(buffer), [*shares([1, 1 / 3, 1 / 2]), 0], rtol=1e-6)
-    assert buffer.metrics()["changes_since_sort"] == 0
-    testing.assert_valid(buffer)
-    # An item that arrives counts as one of rank 1 until the next sort.
-    buffer = buffer.add(jnp.array([3]), priority=jnp.array([0.0]))
-    np.testing.assert_allclose(law_of(buffer), shares([1, 1 / 3, 1 / 2, 1]), rtol=1e-6)
-    testing.assert_valid(buffer)
-
-
-def test_scores_change_and_the_lowest_leave():
-    sampler = jaxbuf.RankBased(alpha=1.0, by="score")
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=sampler, evictor=jaxbuf.Lowest())
-    buffer, slots = buffer.insert(jnp.arange(5), score=jnp.array([1.0, 5.0, 2.0, 9.0, 0.0]))
-    held = {int(uid): p for uid, p in zip(buffer.data, law_of(buffer), strict=True)}
-    assert held == pytest.approx({1: 3 / 11, 2: 2 / 11, 3: 6 / 11}, rel=1e-5)
-    buffer = buffer.update_score(slots, jnp.array([0.0, 5.0, 20.0, 9.0, 0.0]))
-    held = {int(uid): p for uid, p in zip(buffer.data, law_of(buffer), strict=True)}
-    assert held == pytest.approx({1: 2 / 11, 2: 6 / 11, 3: 3 / 11}, rel=1e-5)
     testing.assert_valid(buffer)
 
 
@@ -219,19 +163,7 @@ def test_a_state_that_was_changed_by_hand_is_reported(name):
         testing.assert_valid(broken)
 
 
-def test_bad_configuration():
-    for alpha in (-1, INF, float("nan"), "0.7"):
-        with pytest.raises(ValueError, match="alpha is"):
-            jaxbuf.RankBased(alpha=alpha)
-    for by in ("rank", None, 1):
-        with pytest.raises(ValueError, match=r"by is .*choose from \('priority', 'score'\)"):
-            jaxbuf.RankBased(by=by)
-    for sort_every in (0, -1, 1.5, None, 2**31):
-        with pytest.raises(ValueError, match="sort_every is"):
-            jaxbuf.RankBased(sort_every=sort_every)
-    for flag in ("stratified", "replacement"):
-        with pytest.raises(ValueError, match=f"{flag} is"):
-            jaxbuf.RankBased(**{flag: 1})
+def test_numbers_of_numpy_are_as_good():
     assert jaxbuf.RankBased(np.float32(0.5), sort_every=np.int64(2)) == jaxbuf.RankBased(
         0.5, sort_every=2
     )

@@ -1,7 +1,6 @@
 """Draws by age: a recent part of every batch, ranges of ages, the newest items in order."""
 
 import functools
-import itertools
 import re
 
 import jax
@@ -132,17 +131,6 @@ def test_a_share_that_is_no_whole_number_of_rows_is_rounded():
         np.testing.assert_allclose(told, recent / 4 + (1 - recent / 4) / 100, rtol=1e-6)
 
 
-def test_priorities_reach_the_base():
-    sampler = jaxbuf.Recent(ratio=0.25, steps=1, base=PROPORTIONAL)
-    buffer = jaxbuf.ItemBuffer.create(ITEM, 4, sampler=sampler)
-    buffer = jaxbuf.add(buffer, jnp.arange(4, dtype=jnp.int32))
-    slots = jaxbuf.sample(buffer, jax.random.key(0), 64).slots
-    buffer = jaxbuf.update_priority(buffer, slots, jnp.where(slots.index == 2, 1.0, 0.0))
-    data = jaxbuf.sample(buffer, jax.random.key(0), 8).data
-    assert data.tolist() == [3, 3] + [2] * 6
-    assert buffer.clear().sampler_state.nnz == 0
-
-
 def test_the_recent_half_skips_what_has_retired():
     sampler = jaxbuf.Recent(ratio=0.5, steps=4)
     freshness = jaxbuf.Freshness(max_use=1)
@@ -158,51 +146,6 @@ def test_the_recent_half_skips_what_has_retired():
     np.testing.assert_allclose(told[recent], 0.5 / 12 + 0.5 / 4, rtol=1e-6)
     assert counts.sum() == counts[recent + others].sum()
     assert stats.chisquare(counts[others]).pvalue > 1e-3
-
-
-def joined(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def test_windows_that_avoid_episode_ends_by_age():
-    example = {"step": ITEM, "terminated": jax.ShapeDtypeStruct((), jnp.bool_)}
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        example,
-        3,
-        11,
-        sequence_length=3,
-        sampler=jaxbuf.Recent(ratio=1.0, steps=2),
-        episodes=jaxbuf.Episodes(boundary="avoid", short_windows="never"),
-    )
-    step = jnp.arange(48, dtype=jnp.int32).reshape(3, 16)
-    ends = jnp.zeros((3, 16), bool).at[0, ints(7, 12)].set(True).at[2, ints(9, 10, 14)].set(True)
-    buffer = buffer.add({"step": step, "terminated": ends})
-    expected = [
-        [
-            first
-            for first in range(16 * env + 5, 16 * env + 14)
-            if not any(ends[env, t - 16 * env] for t in (first, first + 1))
-        ]
-        for env in range(3)
-    ]
-    every = buffer.sample_range(jax.random.key(0), 30)
-    assert every.data["step"][every.valid][:, 0].tolist() == joined(expected)
-    newest = buffer.latest(4)
-    assert newest.data["step"][newest.valid][:, 0].tolist() == joined(e[-4:] for e in expected)
-    recent = joined(e[-2:] for e in expected)
-    drawn = buffer.sample(jax.random.key(0), 6)
-    assert sorted(drawn.data["step"][:, 0].tolist()) == recent
-    np.testing.assert_allclose(drawn.probability, 1 / 6, rtol=1e-6)
-
-
-def test_the_last_ten_in_order_after_wrapping():
-    """DI-engine's ``sample(10, sample_range=slice(-10, None))``, in order of age."""
-    buffer = jaxbuf.ItemBuffer.create(ITEM, 16).add(jnp.arange(21, dtype=jnp.int32))
-    assert buffer.latest(10).data.tolist() == list(range(11, 21))
-    ranged = buffer.sample_range(jax.random.key(0), 10, -10)
-    assert ranged.data.tolist() == list(range(11, 21))
-    short = jaxbuf.ItemBuffer.create(ITEM, 16).add(ints(7, 8)).latest(3)
-    assert (short.data[:2].tolist(), short.valid.tolist()) == ([7, 8], [True, True, False])
 
 
 def test_ranges_of_windows():

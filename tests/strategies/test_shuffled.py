@@ -79,20 +79,6 @@ def test_each_pass_has_an_order_of_its_own():
     assert stats.chisquare(table.reshape(-1)).pvalue > 1e-3
 
 
-def test_what_was_left_and_is_overwritten_ends_the_pass():
-    """As in PPO: whole rollouts, a few passes over each."""
-    buffer = items(8)
-    for rollout in range(3):
-        buffer = buffer.add(8 * rollout + jnp.arange(8))
-        for i in range(4):
-            both = []
-            for j in range(2):
-                buffer, batch = draw(buffer, jax.random.key(8 * i + j), 4)
-                both += batch.data.tolist()
-            assert sorted(both) == list(range(8 * rollout, 8 * rollout + 8))
-        assert tell(buffer)["passes"] == 4 * (rollout + 1)
-
-
 def test_with_drop_last_a_pass_has_all_whole_batches():
     buffer = items(4, sampler=jaxbuf.Shuffled(drop_last=True)).add(jnp.arange(4))
     buffer, first = draw(buffer, jax.random.key(0), 2)

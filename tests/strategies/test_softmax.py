@@ -156,9 +156,6 @@ def test_metrics_and_clear():
 
 
 def test_bad_configuration():
-    for temperature in (0, -1, INF, float("nan")):
-        with pytest.raises(ValueError, match="temperature is"):
-            jaxbuf.Softmax(temperature=temperature)
     with pytest.raises(ValueError, match="fallback"):
         jaxbuf.Softmax(fallback=True)
     assert jaxbuf.Softmax(temperature=np.float32(0.5)) == jaxbuf.Softmax(temperature=0.5)

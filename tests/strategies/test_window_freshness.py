@@ -38,50 +38,6 @@ def steps(start, rows, num_envs=2):
 
 advance = jax.jit(lambda buffer, version: buffer.set_version(version))
 mark = jax.jit(lambda buffer, slots: buffer.mark_used(slots))
-in_session = jax.jit(lambda buffer, version, session: buffer.set_version(version, session=session))
-
-
-@pytest.mark.parametrize(
-    ("comparison", "counts"), [(">=", [6, 2, 2, 0, 0]), (">", [6, 6, 2, 2, 0])]
-)
-def test_a_window_is_as_stale_as_its_first_step(comparison, counts):
-    buffer = create(jaxbuf.Freshness(max_staleness=10, comparison=comparison))
-    versions = jnp.tile(jnp.array([0, 0, 5, 5], jnp.int32), (2, 1))
-    buffer = jaxbuf.add(buffer, steps(0, 4), version=versions)
-    sizes = [int(advance(buffer, version).occupancy.size) for version in (9, 10, 11, 15, 16)]
-    assert sizes == counts
-    assert int(advance(buffer, 15).size) == 8
-
-
-@pytest.mark.parametrize("max_staleness", [None, 5])
-def test_late_steps_of_another_session_start_no_window(max_staleness):
-    buffer = in_session(create(jaxbuf.Freshness(max_staleness=max_staleness)), 0, 1)
-    buffer = jaxbuf.add(
-        buffer,
-        steps(0, 4),
-        version=jnp.full((2, 4), 10, jnp.int32),
-        session=jnp.array([[0, 0, 1, 1], [1, 1, 1, 1]], jnp.int32),
-    )
-    assert firsts(buffer) == [2, 100, 101, 102]
-    assert int(buffer.metrics()["refused_stale"]) == 2
-    # Steps of each environment, with the learner's version.
-    buffer = jaxbuf.add(buffer, steps(4, 2), session=jnp.array([1, 0], jnp.int32))
-    assert firsts(buffer) == [2, 3, 4, 100, 101, 102, 103]
-    # Steps of some environments.
-    ids, sessions = jnp.array([1]), jnp.array([[0, 1, 1]], jnp.int32)
-    buffer = jaxbuf.add(buffer, steps(6, 3)[1:], session=sessions, env_ids=ids)
-    assert firsts(buffer) == [2, 3, 4, 101, 102, 103, 107]
-
-
-def test_windows_across_episodes_are_avoided_too():
-    example = {"step": jnp.int32(0), "terminated": jnp.bool_(False)}
-    episodes = jaxbuf.Episodes(boundary="avoid")
-    buffer = create(jaxbuf.Freshness(max_staleness=5), example=example, episodes=episodes)
-    terminated = jnp.tile(jnp.array([False, True, False, False]), (2, 1))
-    versions = jnp.array([[0, 0, 4, 4], [4, 4, 4, 4]], jnp.int32)
-    buffer = jaxbuf.add(buffer, {"step": steps(0, 4), "terminated": terminated}, version=versions)
-    assert firsts(buffer) == [0, 1, 2, 100, 101, 102]
-    assert firsts(advance(buffer, 5)) == [2, 100, 101, 102]
 
 
 @pytest.mark.parametrize("length", [4, 200])
@@ -139,8 +95,6 @@ def test_bad_use():
     ):
         with pytest.raises(ValueError, match=r"freshness=jaxbuf.Freshness\(...\)"):
             call()
-    with pytest.raises(ValueError, match=r"expected None or jaxbuf.Freshness\(max_use"):
-        create(3)
     buffer = create(jaxbuf.Freshness(max_use=1))
     with pytest.raises(ValueError, match=r"version has shape \(3,\); expected \(2,\)"):
         buffer.add(steps(0, 2), version=jnp.zeros(3, jnp.int32))

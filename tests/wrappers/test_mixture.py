@@ -207,9 +207,6 @@ def other(example):
             lambda m: jaxbuf.Mixture.create([m.parts[0], other({"x": ITEM})], [1, 1]),
             "samples of buffers[1] have another structure than those of buffers[0]",
         ),
-        (lambda m: m.add(jnp.zeros(2, jnp.int32)), "part is None; expected the number of one of"),
-        (lambda m: m.add(jnp.zeros(2, jnp.int32), part=2), "part is 2; expected"),
-        (lambda m: m.add(jnp.zeros(2, jnp.int32), part="a"), "part is 'a'; expected the number of"),
         (
             lambda m: jaxbuf.Mixture.create({"a": m.parts[0]}, [1]).add(jnp.zeros(2), part="b"),
             "part is 'b'; expected one of the names 'a', or the number of one of the 1 parts",
