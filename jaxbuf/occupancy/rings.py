@@ -295,6 +295,10 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
 
     def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
         """Returns for each ring its earliest window, ``start / period``, and the window count."""
+        return self._span()
+
+    @native.kernel("rings_span", *_SIZES)
+    def _span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
         num_steps = jnp.maximum(self.held.astype(jnp.int32) - self.ignored, 0)
         oldest = remainder(self.cursor.astype(jnp.int32) - num_steps, self.length)
         windows = jnp.maximum(num_steps - self.sequence_length + 1, 0)

@@ -254,6 +254,12 @@ def flags(rng, rows):
     return rng.random((2, rows)) < 0.7
 
 
+def counters_of(rng, rings):
+    held = rng.integers(0, 13, rings, dtype=np.uint32)
+    cursor = rng.integers(0, 12, rings, dtype=np.uint32)
+    return {"cursor": np.where(held < 12, held % 12, cursor), "held": held, "lap": held}
+
+
 def stored_like(rows):
     shapes = {"b": (), "f": (), "i": (3,), "u": (2, 5), "c": (2,)}
     dtypes = {"b": "?", "f": "f4", "i": "i2", "u": "u1", "c": "c8"}
@@ -309,6 +315,7 @@ ROWS = {
     "append-ring": lambda rng, n: (lambda ring: ring.place(n, None, None), RING),
     "append-windows": lambda rng, n: (lambda rings: rings.place(n, None), WINDOWS),
     "append-steps": lambda rng, n: (lambda rings: rings.place(n, None), STEPS),
+    "span": lambda rng, n: (Rings.span, WINDOWS.replace(**counters_of(rng, n))),
     "put": lambda rng, n: (
         lambda index, stored, rows: storage.write(stored, rows, index),
         rng.permutation(np.arange(-2, n - 2, dtype=np.int32)),
@@ -359,6 +366,9 @@ ITEM = {"obs": jnp.zeros(4), "reward": jnp.float32(0)}
 CREATE = {
     "items": functools.partial(jaxbuf.ItemBuffer.create, ITEM, 2**14),
     "windows": functools.partial(jaxbuf.TrajectoryBuffer.create, ITEM, 4, 2**12, sequence_length=8),
+    "many rings": functools.partial(
+        jaxbuf.TrajectoryBuffer.create, ITEM, 64, 64, sequence_length=8
+    ),
 }
 
 
@@ -373,6 +383,7 @@ CREATE = {
         ("items", PRIORITIZED, "sample with weights of the buffer", 256),
         ("windows", PRIORITIZED, "add", 1024),
         ("windows", PRIORITIZED, "sample", 64),
+        ("many rings", jaxbuf.Uniform(), "sample", 256),
     ],
 )
 def test_small_calls_count_fewer_operations_than_xla_hands_to_another_thread(

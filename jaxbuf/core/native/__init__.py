@@ -41,6 +41,7 @@ KERNELS = (
     "rings_slots_of",
     "ring_append",
     "rings_append",
+    "rings_span",
     "items_at",
     "mass_base",
     "mass_within",

@@ -687,6 +687,23 @@ ffi::Error RingsAppend(Words cursor, Words lap, Words held, ffi::Result<Ints> ta
   });
 }
 
+// Returns the first window of each ring, and the number of its windows.
+ffi::Error RingsSpan(Words cursor, Words lap, Words held, ffi::Result<Ints> first,
+                     ffi::Result<Ints> count, Sizes sizes) {
+  return ForLanes(*first, [&](int64_t, const auto& lane) {
+    const Rings rings(lane(cursor), lane(lap), lane(held), *sizes);
+    for (int64_t ring = 0; ring < rings.rings; ++ring) {
+      const int64_t steps = std::max<int64_t>(rings.held[ring] - rings.ignored, 0);
+      const int64_t oldest = (rings.cursor[ring] - steps + rings.length) % rings.length;
+      const int64_t windows = std::max<int64_t>(steps - rings.steps + 1, 0);
+      const int64_t begin = (oldest + rings.period - 1) / rings.period;
+      lane(*first)[ring] = static_cast<int32_t>(begin % rings.starts);
+      lane(*count)[ring] =
+          static_cast<int32_t>((oldest + windows + rings.period - 1) / rings.period - begin);
+    }
+  });
+}
+
 // Returns the slots of items by rank, of which each ring has `count` from `first` on.
 ffi::Error ItemsAt(Ints rank, Ints first, Ints count, ffi::Result<Ints> out, Sizes sizes) {
   return ForLanes(*out, [&](int64_t rows, const auto& lane) {
@@ -950,6 +967,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_rows_to_change, RowsToChange<Rings>);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_slots_of, SlotsOf<Rings>);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_ring_append, RingAppend);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_append, RingsAppend);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_rings_span, RingsSpan);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_items_at, ItemsAt);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_base, MassBase);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxbuf_mass_within, MassWithin);
