@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree, UInt
 
 from jaxbuf.buffers.buffer import Buffer
-from jaxbuf.core import guesses, trees
+from jaxbuf.core import trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.hyperparameters import bind, names_of
@@ -88,11 +88,6 @@ class OwningBuffer(Buffer):
     def sizes(self) -> dict[str, int]:
         """The sizes that ``create`` takes, by name."""
         return {"capacity": self.capacity}
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = guesses.answered(cls.__init__)
 
     def options(self) -> dict[str, Any]:
         """Returns the other arguments of ``create``, by name."""

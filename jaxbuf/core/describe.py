@@ -17,6 +17,7 @@ import jax.core
 import numpy as np
 from flax import struct
 
+from jaxbuf.core import guesses
 from jaxbuf.core.donation import is_donated
 from jaxbuf.core.sizes import format_bytes
 
@@ -55,6 +56,8 @@ class Described(struct.PyTreeNode):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**({"repr": False} | options))
+        if "__init__" in vars(cls) and hasattr(cls, "create"):
+            cls.__init__ = guesses.answered(cls.__init__)
 
     __repr__ = text
     _repr_html_ = rich

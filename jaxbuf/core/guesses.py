@@ -24,7 +24,10 @@ ANSWERS = {
     "PrioritizedReplayBuffer": f"{_CREATE[:-1]}, sampler=jaxbuf.Prioritized())",
     "update_priorities": _UPDATE,
     "set_priorities": _UPDATE,
-    "indices": "batch.slots says which items they are, for update_priority and the like",
+    **dict.fromkeys(
+        ("indices", "index", "idx"),
+        "batch.slots says which items they are, for update_priority and the like",
+    ),
     "experience": _DATA,
     "obs": _DATA,
     "beta": "beta is an argument of sample, and of importance_weights(buffer, batch, beta=0.4)",
@@ -56,9 +59,12 @@ def _explained(
         return None  # The function raised it, and not the call.
     name, known = function.__name__, inspect.signature(function).parameters
     guessed = [option for option in options if option not in known]
-    if {"__init__": "counters" in known, "add": len(args) != 2}.get(name, not guessed):
+    makes = name == "__init__" and hasattr(args[0], "create")
+    if makes or (len(args) != 2 if name == "add" else not guessed):
         guessed = [name]
     answers = [ANSWERS[guess] for guess in guessed if guess in ANSWERS]
+    if makes and "occupancy" not in known:
+        answers = [f"{type(args[0]).__name__}.create makes one"]
     return TypeError(f"{error}; {answers[0]}") if answers else None
 
 

@@ -128,6 +128,10 @@ class Mixture(SlottedBuffer, Described):
     names: tuple[str, ...] = struct.field(pytree_node=False, default=())
     varying: dict[str, Array] = struct.field(default_factory=dict, kw_only=True)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.parts, list | dict):
+            raise TypeError("Mixture.create(buffers, ratios) makes a mixture")
+
     @classmethod
     def create(
         cls,
