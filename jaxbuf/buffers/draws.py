@@ -171,9 +171,9 @@ def best(occupancy: Occupancy, value: Float[Array, " N"], n: int) -> tuple[Index
     age = slot.astype(jnp.uint32) if age is None else age  # [N]
     n = min(n, value.shape[0])
     # These hold everything above the last one, but any of its equals.
-    top, above = sorting.largest(word, n)  # [n]
+    top, above = sorting.largest_words(word, n)  # [n]
     newest = jnp.where(word == top[-1], ~age, jnp.uint32(0))  # [N]
-    equal = sorting.largest(newest, n)[1]  # [n]
+    equal = sorting.largest_words(newest, n)[1]  # [n]
     index = jnp.concatenate([above, equal])  # [2n]
     top = jnp.where(top > top[-1], top, jnp.uint32(0))  # [n]
     rest = jnp.where(newest[equal] > 0, word[equal], jnp.uint32(0))  # [n]

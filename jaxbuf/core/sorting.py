@@ -1,16 +1,21 @@
 """Sorts of many numbers in little time, and rows that repeat the index of others."""
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped, UInt
 
 from jaxbuf.core import native
+from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
-from jaxbuf.core.types import Index, Mask
+from jaxbuf.core.types import Count, Flag, Index, Mask, Word
 
 _CHUNK = 128
+# From so many numbers on, and no more than so many for each to return, passes over them take less
+# time than sorts.
+_MANY, _EACH = 2**14, 2**10
 
 
 def order(number: UInt[Array, " N"]) -> Int[Array, " N"]:
@@ -65,6 +70,57 @@ def largest(value: Shaped[Array, " N"], count: int) -> tuple[Shaped[Array, " B"]
     _, best = lax.top_k(jnp.max(grid, axis=1), count)
     top, at = lax.top_k(grid[best].reshape(-1), count)
     return top, best[quotient(at, _CHUNK)] * _CHUNK + remainder(at, _CHUNK)
+
+
+def largest_words(value: UInt[Array, " N"], count: int) -> tuple[UInt[Array, " B"], Index]:
+    """Returns the same as ``largest`` of uint32, in less time on a CPU if many are returned.
+
+    Then passes over the numbers find the least one to return, and only those to return are sorted.
+    Of equal numbers any may be returned, in any order.
+
+    Example:
+        >>> largest_words(jnp.array([7, 2**32 - 1, 0, 7], jnp.uint32), 2)[0].tolist()
+        [4294967295, 7]
+    """
+    sorting = functools.partial(largest, count=count)
+    if value.shape[0] < _MANY or value.shape[0] > _EACH * count:
+        return sorting(value)
+    passes = functools.partial(_largest_by_passes, count)
+    return native.either(passes, passes, value, elsewhere=sorting)
+
+
+def _largest_by_passes(count: int, value: UInt[Array, " N"]) -> tuple[UInt[Array, " B"], Index]:
+    size = value.shape[0]
+    position = jnp.arange(size, dtype=jnp.uint32)
+    # It varies over a mesh as the numbers do.
+    zero = vary_with(jnp.uint32(0), value)  # []
+
+    def enough(number: Word) -> Flag:
+        return jnp.sum(value >= number, dtype=jnp.int32) >= count
+
+    least = _largest_with(enough, zero, 32)  # []
+    above, equal = value > least, value == least  # [N]
+    room = count - jnp.sum(above, dtype=jnp.int32)  # []
+
+    def fits(end: Word) -> Flag:
+        return jnp.sum(equal & (position < end), dtype=jnp.int32) <= room
+
+    end = _largest_with(fits, zero, size.bit_length())  # []
+    chosen = above | (equal & (position < end))  # [N]
+    row = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, count)  # [N]
+    index = jnp.zeros((count,), jnp.int32).at[row].set(position.astype(jnp.int32), mode="drop")
+    fall, index = lax.sort((~value[index], index), num_keys=2)  # [B]
+    return ~fall, index
+
+
+def _largest_with(holds: Callable[[Word], Flag], zero: Word, bits: int) -> Word:
+    """Returns the largest number of so many bits for which it holds, as for all smaller ones."""
+
+    def step(k: Count, number: Word) -> Word:
+        raised = number | jnp.uint32(1) << (bits - 1 - k).astype(jnp.uint32)
+        return jnp.where(holds(raised), raised, number)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(bits), step, zero)
 
 
 def keep_last(index: Int[Array, "..."], past_end: int) -> Int[Array, "..."]:

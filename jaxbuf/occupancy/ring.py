@@ -133,6 +133,10 @@ class Ring(ItemOccupancy, Checked, struct.PyTreeNode):
         order = remainder(self.position + slot, self.capacity)
         return order, self.live(order)
 
+    def item_ages(self) -> UInt[Array, " N"]:
+        slot = jnp.arange(self.capacity, dtype=jnp.int32)
+        return remainder(self.position - 1 - slot, self.capacity).astype(jnp.uint32)
+
     def continuing(self, old: Any) -> Self:
         return self.replace(lap=old.clear().lap)
 

@@ -85,16 +85,17 @@ def test_items_in_falling_order_the_newest_of_equals_first(kind, rows):
     check(buffer, expected([buffer], kind, 5), 5)
 
 
-def test_many_equal_scores_in_many_chunks():
-    score = np.random.default_rng(0).integers(0, 3, 5000).astype(np.float32)
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 4000, sampler=jaxbuf.Softmax())
-    buffer = jaxbuf.add(buffer, jnp.arange(5000), score=score)
-    numbers = [*range(1000, 5000)]
-    order = sorted(numbers, key=lambda number: (-score[number], -number))
+@pytest.mark.parametrize("capacity", [4000, 20_000])
+def test_many_equal_scores_in_many_chunks(capacity):
+    rows = capacity + 1000
+    score = np.random.default_rng(0).integers(0, 3, rows).astype(np.float32)
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, sampler=jaxbuf.Softmax())
+    buffer = jaxbuf.add(buffer, jnp.arange(rows), score=score)
+    order = sorted(range(1000, rows), key=lambda number: (-score[number], -number))
     for n in (7, 2500):
         assert jaxbuf.highest(buffer, n).data.tolist() == order[:n]
     buffer = jaxbuf.update_score(buffer, buffer.latest(1).slots, jnp.array([-1.0]))
-    assert 4999 not in jaxbuf.highest(buffer, 3999).data.tolist()
+    assert rows - 1 not in jaxbuf.highest(buffer, capacity - 1).data.tolist()
 
 
 def test_windows_that_can_be_drawn():

@@ -1,5 +1,6 @@
 """Sorts of many numbers, against NumPy's."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,3 +30,20 @@ def test_largest(size, count, dtype):
     np.testing.assert_array_equal(found, np.sort(number)[::-1][:count])
     np.testing.assert_array_equal(number[index], found)
     assert len(set(index.tolist())) == count
+
+
+@pytest.mark.parametrize("values", [1, 3, 1000, 2**32])
+@pytest.mark.parametrize(("size", "count"), [(2**14, 16), (20_000, 5000), (2**14, 2**14)])
+def test_many_words_are_found_in_passes(size, count, values):
+    rng = np.random.default_rng(values)
+    number = jnp.asarray(rng.integers(0, values, (2, size)) * ((2**32 - 1) // values), jnp.uint32)
+    top_k = jax.jit(jax.vmap(lambda row: jax.lax.top_k(row, count)))
+    chex.assert_trees_all_equal(
+        jax.jit(jax.vmap(lambda row: sorting.largest_words(row, count)))(number),
+        tuple(top_k(number)),
+    )
+    program = jax.jit(sorting.largest_words, static_argnums=1)
+    assert "top_k" not in program.lower(number[0], count).compile().as_text()
+    found, index = program(number[0], count)
+    np.testing.assert_array_equal(found, np.sort(number[0])[::-1][:count])
+    np.testing.assert_array_equal(number[0][index], found)

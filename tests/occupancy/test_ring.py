@@ -25,6 +25,7 @@ def test_the_newest_places_are_live_in_every_state(capacity):
         for kind in kinds:
             ring = kind(jnp.uint32(cursor), jnp.uint32(3), jnp.uint32(held), capacity)
             assert ring.live(index).tolist() == np.isin(index, newest).tolist()
+            assert [int(ring.item_ages()[slot]) for slot in newest] == [*range(held)]
     rings = Rings(
         *map(numbers, *[(cursor, 3, held) for cursor, held in states]),
         length=capacity,
