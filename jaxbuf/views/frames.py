@@ -171,7 +171,7 @@ def _gather(
 ) -> Array:
     """Reads frames of the flattened windows, and moves the axis of ``n`` to its place."""
     flat = lax.collapse(leaf, 0, 2)  # [B * L, *frame]
-    # Of many frames XLA's own gather reads only those that are used.
+    # Of many frames XLA's own gather leaves out what nobody uses.
     large = _is_large(leaf, source.shape[2])
     stacks = storage.select(source, flat) if large else storage.read(flat, source)
     if missing is not None:
