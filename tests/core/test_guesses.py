@@ -1,5 +1,6 @@
 """Names of other libraries get an answer that says what to use."""
 
+import functools
 import inspect
 
 import jax
@@ -79,6 +80,9 @@ def test_other_errors_are_as_they_were():
         def draw(self, state, key, batch_size, occupancy):
             raise TypeError("argument 'obs' of my own")
 
+        def support(self, state, occupancy):
+            raise TypeError("a support of my own")
+
     def message(kind, call):
         with pytest.raises(kind) as error:
             call()
@@ -86,6 +90,8 @@ def test_other_errors_are_as_they_were():
 
     own = jaxbuf.ItemBuffer.create(ITEM, 8, sampler=Odd())
     assert message(TypeError, lambda: own.sample(jax.random.key(0), 2)).endswith("of my own")
+    weights = functools.partial(jaxbuf.importance_weights, own, batch(), 0.4, "buffer")
+    assert message(TypeError, weights).endswith("of my own")
     buffer = filled()
     assert "pytree" not in message(TypeError, lambda: buffer.add(ROWS, staleness=1))
     assert message(AttributeError, lambda: buffer.nothing).endswith("no attribute 'nothing'")

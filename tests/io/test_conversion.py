@@ -10,6 +10,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.io import records
+from jaxbuf.io.ranges import Ranges
 
 # ``items`` has 1,077 rows in chunks of 8: those before 980 and 1,000 to 1,002 are deleted.
 # ``renewed`` was begun by version 0.2.0: 25 numbers in chunks of 4, of which 0, 1, 9 are deleted.
@@ -68,6 +69,27 @@ def test_files_of_deleted_rows_take_no_space(old, monkeypatch):
         names = {int(file.stem) for file in (old / "new" / "rows").iterdir()}
         assert names == set(range(980 // store.chunk, 1076 // store.chunk + 1))
         assert store.read([1003])["k"] == [1003]
+
+
+def test_the_last_file_is_written_though_its_rows_are_deleted(old):
+    every = Ranges(np.array([[0, 1077]])).encode()
+    records.write(old / "items" / "deleted.json", {"deleted": every})
+    jaxbuf.convert_store(old / "items", old / "new", ITEM)
+    with jaxbuf.Store(old / "new", ITEM) as store:
+        assert (len(store), store.live) == (1077, 0)
+        store.append(rows(np.arange(1077, 1100)))
+    with jaxbuf.Store(old / "new", ITEM, mode="r") as store:
+        np.testing.assert_array_equal(store.read(slice(1077, None))["k"], np.arange(1077, 1100))
+
+
+def test_rows_without_checksums_are_copied(old):
+    record, _ = records.read(old / "items" / "rows.json")
+    record["checksums"]["begin"] = 1
+    records.write(old / "items" / "rows.json", record)
+    (old / "items" / "checksums" / "0.json").unlink()
+    jaxbuf.convert_store(old / "items", old / "new", ITEM)
+    with jaxbuf.Store(old / "new", ITEM, mode="r") as store:
+        assert store.read([980, 1003])["k"].tolist() == [980, 1003]
 
 
 def test_a_store_of_version_0_2_0_that_0_3_0_renewed_is_copied(old):
