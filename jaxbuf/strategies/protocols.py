@@ -129,8 +129,8 @@ class Sampler(Movable, abc.ABC):
     def with_default_of(self, state: State, before: State) -> State:
         """Returns the state from which the next ``on_change`` takes the default of an earlier one.
 
-        The default of new items counts those that leave for them, even if they were removed first.
-        Only a sampler whose default depends on the items needs this method.
+        Items that leave for new ones count for the default of these, although they are removed
+        first. Only a sampler whose default depends on the items needs this method.
 
         Args:
             state: The state.
