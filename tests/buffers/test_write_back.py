@@ -166,35 +166,6 @@ def test_a_sampler_or_an_evictor_that_cannot_change_scores_is_named():
 # --- remove
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sampler": jaxbuf.Recent(0.5, 2, jaxbuf.Prioritized())},
-        {"evictor": jaxbuf.Lowest(), "freshness": FRESH, "sampler": jaxbuf.Softmax()},
-        {
-            "freshness": FRESH,
-            "diversity": jaxbuf.Diversity(0.0, field="number"),
-            "sampler": jaxbuf.Shuffled(),
-        },
-    ],
-    ids=str,
-)
-def test_removed_items_are_gone(options):
-    buffer, slots = filled(4, capacity=4, parts=REMOVABLE, **options)
-    removed = buffer.remove(pick(slots, 1, 1, 3, 0), mask=jnp.array([True, True, True, False]))
-    assert (int(removed.size), int(removed.metrics()["removed"])) == (2, 2)
-    assert removed.holds(slots).tolist() == [True, False, True, False]
-    assert numbers_of(removed) == [0, 2]
-    testing.assert_valid(removed)
-    batch = removed.sample(KEY, 64)
-    assert set(batch.data["number"][batch.valid].tolist()) == {0, 2}
-    again = removed.remove(slots)
-    assert (int(again.size), int(again.metrics()["removed"])) == (0, 4)
-    assert not bool(again.can_sample())
-    testing.assert_valid(again)
-    assert numbers_of(again.clear()) == []
-
-
 def test_the_name_of_an_item_that_has_gone_removes_nothing():
     buffer, slots = filled(4, capacity=4, parts=REMOVABLE)
     buffer = buffer.add(items([4, 5])).remove(slots)
@@ -445,36 +416,6 @@ def test_slots_at_checks_its_arguments():
 
 
 AVOID = jaxbuf.Episodes(boundary="avoid", short_windows="ended")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sampler": jaxbuf.Shuffled()},
-        {"sampler": jaxbuf.Recent(0.5, 2)},
-        {"sampler": jaxbuf.Balanced(), "freshness": FRESH},
-        {"episodes": AVOID, "sampler": jaxbuf.Prioritized()},
-    ],
-    ids=str,
-)
-def test_removed_windows_are_gone_and_their_steps_stay(options):
-    buffer = rings(parts=REMOVABLE, **options).add(steps(ramp(6), ends=[5]))
-    before = int(buffer.num_windows)
-    slots = buffer.slots_at(jnp.array([0, 1, 1, 0]), jnp.array([1, 0, 0, 3]))
-    mask = jnp.array([True, True, True, False])
-    removed = buffer.remove(slots, mask=mask)
-    assert (int(removed.num_windows), int(removed.size)) == (before - 2, 12)
-    assert int(removed.metrics()["removed"]) == 2
-    assert removed.holds(slots).tolist() == [False, False, False, True]
-    chex.assert_trees_all_equal(removed.data, buffer.data)
-    batch = removed.sample(KEY, 256)
-    assert not {1, 100} & set(batch.data["number"][batch.valid, 0].tolist())
-    testing.assert_valid(removed)
-    # A window that starts there on the next lap is another one.
-    again = removed.add(steps(ramp(8, start=6)))
-    testing.assert_valid(again)
-    assert again.holds(again.slots_at(0, jnp.array([9]))).tolist() == [True]
-    assert not again.holds(slots).any()
 
 
 def test_steps_have_no_slots_and_no_scores():
