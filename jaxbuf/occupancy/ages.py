@@ -42,6 +42,10 @@ class Ages(Protocol):
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         ...
 
+    def in_ring(self, ring: Index, rank: Integers) -> Index:
+        """Returns the slots of items by their ring, and their rank in it; arbitrary past it."""
+        ...
+
     def rank(self, index: Index) -> Integers:
         """Returns the number of earlier items in the range and ring of these, in its slots."""
         ...
@@ -111,6 +115,11 @@ class AgeRange:
     def at(self, rank: Integers) -> Index:
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         return _items_at(rank, self.first, self.count, length=self.length)
+
+    def in_ring(self, ring: Index, rank: Integers) -> Index:
+        """Returns the slots of items by their ring, and their rank in it; arbitrary past it."""
+        first = storage.select(ring, self.first)
+        return ring * self.length + remainder(first + rank, self.length)
 
     def rank(self, index: Index) -> Integers:
         """Returns the number of items in the range before these; its size for later slots."""

@@ -237,9 +237,11 @@ class MemberAges:
     def at(self, rank: Integers) -> Index:
         """Returns the slots of items by rank; arbitrary for a rank of at least ``total``."""
         env, before = ring_of(self.count, rank)
-        ring = jnp.stack([self.first - before, self.edge, jnp.maximum(self.size, 1)], axis=-1)
-        shift, edge, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
-        return self.subset.at(edge + remainder(rank + shift, size))
+        return self._at(env, rank, self.first - before)
+
+    def in_ring(self, ring: Index, rank: Integers) -> Index:
+        """Returns the slots of items by their ring, and their rank in it; arbitrary past it."""
+        return self._at(ring, rank, self.first)
 
     def rank(self, index: Index) -> Integers:
         """Returns the number of members from the first in the range to these, around the ring."""
@@ -252,6 +254,12 @@ class MemberAges:
         """Returns whether the items at these slots are in the range."""
         count = self.count.at[quotient(index, self.most)].get(mode="clip")
         return self.subset.live(index) & (self.rank(index) < count)
+
+    def _at(self, env: Index, rank: Integers, shift: Int[Array, " E"]) -> Index:
+        """Returns the slots of items by their ring, and their rank plus the shift of the ring."""
+        ring = jnp.stack([shift, self.edge, jnp.maximum(self.size, 1)], axis=-1)
+        shift, edge, size = (column[:, 0] for column in jnp.split(_rows(ring, env), 3, axis=1))
+        return self.subset.at(edge + remainder(rank + shift, size))
 
 
 def _rows(table: Int[Array, "E 3"], ring: Index) -> Int[Array, "B 3"]:

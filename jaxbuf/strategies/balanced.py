@@ -147,8 +147,7 @@ class Balanced(KnownSampler):
             shift = scale_word(shifts, windows)
             shift = jnp.where(remainder(available, strata) > 0, of_env(shift), 0)
             offset = remainder(offset + shift, jnp.maximum(available, 1))
-        begin = jnp.cumsum(windows, dtype=jnp.int32) - windows
-        index = ages.at(of_env(begin) + offset)
+        index = ages.in_ring(env, offset)
         valid = row < jnp.sum(rows, dtype=jnp.int32)
         return Draw(index, _probability(windows, env), valid)
 
@@ -158,7 +157,7 @@ class Balanced(KnownSampler):
             since, until = _bounds(state, ages, quotient(index, ages.most))
             # The first of the last windows that follow, around the end of the ring.
             number = state.before(index)
-            _, windows = _windows_of(state, ages, jnp.where(number < until, number, since))
+            *_, windows = _windows_of(state, ages, jnp.where(number < until, number, since))
             return _probability_by_episode(state, windows)
         return _probability(ages.count, quotient(index, ages.most))
 
@@ -204,14 +203,14 @@ def _draw_by_episode(last: Bitset, key: Key, batch_size: int, occupancy: Occupan
     """Draws windows of episodes that are drawn before, given the last window of each episode."""
     ages = occupancy.age_range(None, None)
     words, more = jnp.split(random_words(key, (2 * batch_size,)), 2)
-    first, windows = _windows_of(last, ages, scale_word(words, last.size))
-    index = ages.at(first + scale_word(more, windows))
+    env, first, windows = _windows_of(last, ages, scale_word(words, last.size))
+    index = ages.in_ring(env, first + scale_word(more, windows))
     valid = jnp.broadcast_to(last.size > 0, index.shape)
     return Draw(index, _probability_by_episode(last, windows), valid)
 
 
-def _windows_of(last: Bitset, ages: Ages, episode: Integers) -> tuple[Integers, Integers]:
-    """Returns the rank of the first window of episodes ``[B]``, and their number of windows.
+def _windows_of(last: Bitset, ages: Ages, episode: Integers) -> tuple[Index, Integers, Integers]:
+    """Returns the rings of episodes ``[B]``, their first windows' ranks, and numbers of windows.
 
     Episodes are numbered in the order of the slots of their last windows.
     """
@@ -222,8 +221,7 @@ def _windows_of(last: Bitset, ages: Ages, episode: Integers) -> tuple[Integers, 
     previous = last.at(jnp.where(episode > since, episode, until) - 1)  # [B]
     rank, before = jnp.split(ages.rank(jnp.concatenate([final, previous])), 2)  # [B]
     start = jnp.where(before < rank, before + 1, 0)  # [B]
-    begin = jnp.cumsum(ages.count, dtype=jnp.int32) - ages.count  # [E]
-    return begin.at[env].get(mode="clip") + start, jnp.maximum(rank - start + 1, 1)
+    return env, start, jnp.maximum(rank - start + 1, 1)
 
 
 def _bounds(last: Bitset, ages: Ages, env: Index) -> tuple[Integers, Integers]:

@@ -7,7 +7,9 @@ import pytest
 from scipy import stats
 
 from jaxbuf.core.random import random_words
+from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.ring import Ring
+from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset
 
 CAPACITY = 40
@@ -47,6 +49,26 @@ def test_every_member_is_the_rank_th_one():
     last = np.array([-(-(k + 1) * 2**32 // 35) - 1 for k in range(35)], np.uint32)
     np.testing.assert_array_equal(subset.draw(jnp.asarray(first)), left)
     np.testing.assert_array_equal(subset.draw(jnp.asarray(last)), left)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_a_rank_in_a_ring_is_one_among_all(gaps):
+    random = np.random.default_rng(5)
+    rings = Rings.create(num_envs=4, length=9, sequence_length=2, period=1)
+    for _ in range(3):
+        rings = rings.place(5, jnp.asarray(random.random((4, 5)) < np.arange(4)[:, None] / 3))[0]
+    occupancy = rings
+    if gaps:
+        members = jnp.asarray(random.random(rings.num_slots) < 0.6)
+        occupancy = Subset(rings, Bitset.of(members & rings.live(jnp.arange(rings.num_slots))))
+    for bounds in [(None, None), (1, -1)]:
+        ages = occupancy.age_range(*bounds)
+        count = np.asarray(ages.count)
+        assert count.min() == 0 < count.max()
+        ring = np.repeat(np.arange(4), count)
+        rank = np.concatenate([np.arange(n) for n in count])
+        found = ages.in_ring(jnp.asarray(ring, jnp.int32), jnp.asarray(rank, jnp.int32))
+        np.testing.assert_array_equal(found, ages.at(jnp.arange(count.sum(), dtype=jnp.int32)))
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
