@@ -47,7 +47,7 @@ floats of 4 bits or of 8 to 64, complex numbers, or PRNG keys
         )
 
 
-def is_key(dtype: Dtype) -> bool:
+def is_key(dtype: Any) -> bool:
     """Returns whether a dtype is that of PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 

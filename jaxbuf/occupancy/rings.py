@@ -124,7 +124,8 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
     @native.kernel("rings_append", *_SIZES, in_place=3)
     def _append(
         self, *, rows: int
-    ) -> tuple[Int[Array, " E*T"], Int[Array, " E*R"], Int[Array, " E*T"], Self]:
+    ) -> tuple[Int[Array, " N"], Int[Array, " M"], Int[Array, " N"], Self]:
+        """Returns what ``place`` does, for ``E * T = N`` steps in one axis."""
         rings, *numbers = self._placed(rows, None)
         target, broken, completed = (x.reshape(-1) for x in numbers)
         return target, broken, completed, rings
