@@ -91,11 +91,10 @@ def check_single(buffer: Any) -> Any:
     """
     one = one_leaf(buffer)
     if trees.is_concrete(type(one)):
-        # Each call from Python comes here: this is what it usually finds.
-        if len(one.shape) == 1 and not one.is_deleted():
-            return buffer
         if one.is_deleted():
             check_readable(buffer)
+        if len(one.shape) == 1:
+            return buffer  # As in almost every call from Python.
     elif isinstance(one, np.ndarray | np.generic):
         buffer = trees.on_device(buffer)
     elif not isinstance(one, jax.core.Tracer):

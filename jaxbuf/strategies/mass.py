@@ -47,9 +47,7 @@ class ByMass(KnownSampler):
         masses = self.masses(state, occupancy)
         total = masses.root("sum")
         if self.replacement:
-            word, low = random_words(key, (2, batch_size))
-            point = points(word, low, total, stratified=self.stratified, count=count)
-            index, mass = masses.find(*point)
+            index, mass = _draw(key, batch_size, masses, stratified=self.stratified, count=count)
             valid = jnp.broadcast_to(total > 0, index.shape)
         else:
             most = jnp.minimum(batch_size, masses.nnz)
@@ -87,7 +85,6 @@ def draw_by_mass(
     masses: SegmentTree,
     *,
     stratified: bool = False,
-    count: Count | None = None,
 ) -> Index:
     """Draws items with replacement, in proportion to their masses; some mass must be positive.
 
@@ -96,7 +93,6 @@ def draw_by_mass(
         rows: The number of items ``B``; static.
         masses: A tree with sums.
         stratified: Whether to draw one item from each of ``B`` equal parts of the total; static.
-        count: As for ``points``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -104,9 +100,15 @@ def draw_by_mass(
         >>> draw_by_mass(jax.random.key(0), 8, tree, stratified=True).tolist()
         [0, 0, 2, 2, 2, 2, 2, 2]
     """
+    return _draw(key, rows, masses, stratified=stratified)[0]
+
+
+def _draw(
+    key: Key, rows: int, masses: SegmentTree, *, stratified: bool, count: Count | None = None
+) -> tuple[Index, Floats]:
+    """Returns items as ``draw_by_mass`` does, and their masses; ``count`` is as for ``points``."""
     word, low = random_words(key, (2, rows))
-    total = masses.root("sum")
-    return masses.find(*points(word, low, total, stratified=stratified, count=count))[0]
+    return masses.find(*points(word, low, masses.root("sum"), stratified=stratified, count=count))
 
 
 def draw_distinct(
