@@ -7,7 +7,12 @@ set -e
 [ -e .venv-environments/.installed ] && exit
 for python in "$PYTHON" python3.13 python3.12; do
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && break
+  python=
 done
+if [ -z "$python" ]; then
+  echo "these libraries need Python 3.12 or newer: make test-environments PYTHON=/path/to/python3.12" >&2
+  exit 1
+fi
 echo "installing thirteen libraries of environments into .venv-environments (some minutes)"
 "$python" -m venv --clear .venv-environments
 run=.venv-environments/bin/python

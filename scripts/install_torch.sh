@@ -9,8 +9,9 @@ echo "installing torchgfn, torchrl and torch (CPU) into .venv-torch (some minute
 "$PYTHON" -m venv .venv-torch
 run=.venv-torch/bin/python
 install="$run -m pip install --quiet --disable-pip-version-check --no-input"
-$install --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" \
-  torch==2.13.0 'torchgfn>=2.4' pybind11 setuptools wheel
+# torch alone comes from this index, which need not have what torch depends on.
+$install --no-deps --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" torch==2.13.0
+$install 'torchgfn>=2.4' pybind11 setuptools wheel
 { $install --no-build-isolation "${TORCHRL:-torchrl}" && $run -c 'import torch, torchrl._torchrl'; } ||
   echo "torchrl does not run with this torch; its part of the benchmark is left out"
 touch .venv-torch/.installed
