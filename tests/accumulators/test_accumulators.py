@@ -95,18 +95,6 @@ def test_random_rollouts_agree_with_lists(envs, length, per_add, waiting):
     assert twin.refused > 10
 
 
-def test_single_steps_never_wait():
-    random = np.random.default_rng(7)
-    accumulator = jaxbuf.EpisodeAccumulator.create(STEP, 3, 5)
-    for turn in range(20):
-        steps = rollout(random, 1 + 3 * turn, (3,), ends=0.9)
-        accumulator, _, done = ADD(accumulator, steps, np.ones(3, bool))
-        ends = steps["terminated"] | steps["truncated"]
-        assert int(done.sum()) == ends.sum()
-        assert int(accumulator.waiting) == 0
-    assert int(accumulator.metrics()["refused"]) == 0
-
-
 def test_the_default_follows_the_rows_and_loses_no_episode():
     """All episodes end at the same time, each with a 32nd of the steps that there is room for."""
     envs, length = 48, 64
@@ -127,37 +115,14 @@ def test_the_default_follows_the_rows_and_loses_no_episode():
         assert jax.eval_shape(chunks.add, index, index, index)[2].shape == (most,)
 
 
-def test_what_is_cut_goes_on_as_another_item():
-    step = {"time": jnp.int32(0), "terminated": jnp.bool_(False)}
-    accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 3, waiting=4, per_add=4)
-    steps = {
-        "time": jnp.arange(7, dtype=jnp.int32)[None],
-        "terminated": jnp.array([[False] * 6 + [True]]),
-    }
-    accumulator, episodes, done = ADD(accumulator, steps, None)
-    assert episodes.length.tolist() == [3, 3, 1, 0]
-    assert done.tolist() == [True, True, True, False]
-    assert episodes.steps["time"].tolist() == [[0, 1, 2], [3, 4, 5], [6, 0, 0], [0, 0, 0]]
-    assert episodes.steps["terminated"].tolist()[:3] == [
-        [False] * 3,
-        [False] * 3,
-        [True] + 2 * [False],
-    ]
-    assert int(accumulator.metrics()["cut"]) == 2
-
-
 def test_flags_by_path():
     step = {"obs": jnp.int32(0), "flags": {"over": jnp.bool_(False), "late": jnp.bool_(False)}}
     accumulator = jaxbuf.EpisodeAccumulator.create(
         step, 2, 3, terminated="flags.over", truncated="flags.late"
     )
     assert accumulator.flags == ("flags.over", "flags.late")
-    steps = {
-        "obs": jnp.array([4, 5], jnp.int32),
-        "flags": {"over": jnp.array([True, False]), "late": jnp.array([False, True])},
-    }
-    _, episodes, done = ADD(accumulator, steps, None)
-    assert done.tolist() == [True, True]
+    flags = {"over": jnp.array([True, False]), "late": jnp.array([False, True])}
+    _, episodes, _ = ADD(accumulator, {"obs": jnp.array([4, 5]), "flags": flags}, None)
     assert episodes.steps["obs"][:, 0].tolist() == [4, 5]
 
 
@@ -187,39 +152,23 @@ def fill(carry, steps):
     return (accumulator, buffer.add(episodes, mask=done)), done
 
 
-def test_eager_donated_and_vmapped_agree_and_fill_a_buffer():
+def test_lanes_of_a_scan_fill_buffers_as_eager_steps_do():
     accumulator = jaxbuf.EpisodeAccumulator.create(STEP, 2, 4, per_add=1, waiting=3)
     start = accumulator, jaxbuf.ItemBuffer.create(accumulator.example, 8)
-    steps = rollout(np.random.default_rng(3), 1, (24, 2, 2))
+    assert_lanes_do_as_eager_steps(fill, start, rollout(np.random.default_rng(3), 1, (24, 2, 2)))
 
-    def run(one):
-        carry, dones = jax.tree.map(jnp.copy, start), []
-        for t in range(24):
-            carry, done = one(carry, jax.tree.map(lambda leaf, t=t: jnp.asarray(leaf[t]), steps))
-            dones.append(done)
-        return carry, jnp.stack(dones)
 
-    expected = run(fill)
+def assert_lanes_do_as_eager_steps(step, start, rows):
+    """Returns what they hand out."""
+    carry, seen = start, []
+    for t in range(len(jax.tree.leaves(rows)[0])):
+        carry, out = step(carry, jax.tree.map(lambda leaf, t=t: jnp.asarray(leaf[t]), rows))
+        seen.append(out)
+    expected = carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
     lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
-    both = jax.jit(jax.vmap(lambda carry: jax.lax.scan(fill, carry, steps)))(lanes)
-    for actual in (
-        run(jax.jit(fill, donate_argnums=0)),
-        jax.tree.map(lambda leaf: leaf[1], both),
-    ):
-        chex.assert_trees_all_equal(actual, expected)
-    (_, buffer), dones = expected
-    assert 8 < dones.sum() <= 24
-    sample = buffer.sample(jax.random.key(0), 16)
-    chex.assert_shape(sample.data.mask, (16, 4))
-    for times, length in zip(
-        sample.data.steps["info"]["time"].tolist(), sample.data.length.tolist(), strict=True
-    ):
-        # Environments alternate after each pair of steps.
-        assert sorted(times[:length]) == times[:length]
-        assert len({(time - 1) // 2 % 2 for time in times[:length]}) == 1
-    np.testing.assert_array_equal(
-        both[0][0].metrics()["episodes"], [expected[0][0].metrics()["episodes"]] * 2
-    )
+    both = jax.jit(jax.vmap(lambda carry: jax.lax.scan(step, carry, rows)))(lanes)
+    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[1], both), expected)
+    return expected
 
 
 def test_a_scanned_step_copies_nothing():
@@ -227,15 +176,10 @@ def test_a_scanned_step_copies_nothing():
     accumulator = jaxbuf.EpisodeAccumulator.create(step, 4, 2048, per_add=1)
     start = accumulator, jaxbuf.ItemBuffer.create(accumulator.example, 16)
     steps = jax.tree.map(lambda leaf: jnp.zeros((5, 4, *leaf.shape), leaf.dtype), step)
-
-    def scan(carry, steps):
-        return jax.lax.scan(fill, carry, steps)
-
-    text = jax.jit(scan, donate_argnums=0).lower(start, steps).compile().as_text()
-    copied = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", text)
-    sizes = [np.prod([int(axis) for axis in shape.split(",")]) for shape in copied]
     # Less than the lanes of a flag: an episode may be copied on its way.
-    assert all(size < 8 * 2048 for size in sizes)
+    jaxbuf.testing.assert_no_copy(
+        lambda carry, steps: jax.lax.scan(fill, carry, steps), start, steps, smallest=8 * 2048
+    )
 
 
 ADD_FRAGMENTS = jax.jit(jaxbuf.ChunkAccumulator.add, donate_argnums=0)
@@ -325,73 +269,40 @@ def test_stale_fragments_at_the_front_do_not_cost_the_chunk():
     at_once = SET_VERSION(empty, 3, 0)
     at_once, chunks, done = at_once.add(numbers, worker, numbers, version=versions)
     assert chunks.fragments[done].tolist() == [[1, 2, 3]]
-    assert chunks.version[done].tolist() == [3]
+    assert (chunks.version[done].tolist(), at_once.filled.tolist()) == ([3], [1])
     # However far the learner was when the first of them came.
     for moves in ([0, 3, 3, 3, 3], [0, 1, 3, 3, 3], [0, 0, 2, 3, 3], [0, 1, 1, 3, 3]):
         accumulator, handed_out = empty, []
-        for row, learner in enumerate(moves):
+        for number, learner, version in zip(numbers, moves, versions, strict=True):
             accumulator = SET_VERSION(accumulator, learner, 0)
             accumulator, chunks, done = ADD_FRAGMENTS(
-                accumulator,
-                numbers[row : row + 1],
-                worker[:1],
-                numbers[row : row + 1],
-                version=versions[row : row + 1],
+                accumulator, number[None], worker[:1], number[None], version=version[None]
             )
             handed_out += chunks.fragments[done].tolist()
         # One that is complete before the learner moves on is the buffer's to judge.
         assert handed_out == ([[0, 1, 2]] if moves[2] < 2 else [[1, 2, 3]])
         assert int(accumulator.metrics()["stale"]) == (moves[2] >= 2)
-    assert at_once.filled.tolist() == [1]
 
 
-def test_chunks_by_eager_scan_and_vmap_agree():
+def test_lanes_of_chunks_do_as_eager_steps():
     random = np.random.default_rng(5)
-    start = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 2, 3, freshness=FRESH)
     worker = random.integers(0, 2, (20, 4)).astype(np.int32)
     number = np.zeros_like(worker)
     for owner in range(2):
         number[worker == owner] = np.arange((worker == owner).sum())
     version = (np.arange(20)[:, None] // 4 - random.integers(0, 4, (20, 4))).astype(np.int32)
-    steps = jax.tree.map(jnp.asarray, (number, worker, version, np.arange(20, dtype=np.int32) // 4))
 
     def step(accumulator, row):
         number, worker, version, learner = row
-        accumulator, chunks, done = accumulator.set_version(learner).add(
-            number, worker, number, version=version
-        )
-        return accumulator, (chunks, done)
+        accumulator = accumulator.set_version(learner)
+        accumulator, *out = accumulator.add(number, worker, number, version=version)
+        return accumulator, out
 
-    carry, handed_out = start, []
-    for t in range(20):
-        carry, out = step(carry, jax.tree.map(lambda leaf, t=t: leaf[t], steps))
-        handed_out.append(out)
-    expected = carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *handed_out)
-    assert expected[1][1].sum() > 5
-    assert carry.stale > 5
-    scan = jax.jit(jax.vmap(lambda carry: jax.lax.scan(step, carry, steps)))
-    both = scan(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start))
-    chex.assert_trees_all_equal(expected, jax.tree.map(lambda leaf: leaf[1], both))
-
-
-def test_chunks_of_two_workers_in_a_buffer_of_two():
-    """MineStudio: two chunks of two; a0 to a3, b0, b1 leave a2, a3 and b0, b1."""
-    accumulator = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 2, 2)
-    buffer = jaxbuf.ItemBuffer.create(accumulator.example, 2, sampler=jaxbuf.Uniform(False))
-    held = []
-    for worker, number in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)):
-        accumulator, chunks, done = ADD_FRAGMENTS(
-            accumulator,
-            jnp.array([10 * worker + number], jnp.int32),
-            jnp.array([worker], jnp.int32),
-            jnp.array([number], jnp.int32),
-        )
-        buffer = buffer.add(chunks, mask=done)
-        held.append(bool(buffer.can_sample(2)))
-    # A waiter for two chunks, four fragments, wakes exactly at the fourth.
-    assert held == [False, False, False, True, True, True]
-    batch = buffer.sample(jax.random.key(0), 2)
-    assert sorted(batch.data.fragments.tolist()) == [[2, 3], [10, 11]]
+    start = jaxbuf.ChunkAccumulator.create(jnp.int32(0), 2, 3, freshness=FRESH)
+    rows = number, worker, version, np.arange(20, dtype=np.int32) // 4
+    end, (_, done) = assert_lanes_do_as_eager_steps(step, start, rows)
+    assert done.sum() > 5
+    assert end.stale > 5
 
 
 def create(**options):
