@@ -6,13 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxbuf
-from jaxbuf.occupancy.ranking import Ranking
-from jaxbuf.occupancy.ring import Ring
-from jaxbuf.occupancy.rings import Rings
-from jaxbuf.occupancy.subset import Subset
 from tests.strategies.test_plug_in import HalfRing, Halves
-
-REMOVABLE = {"parts": (jaxbuf.Removable(),)}
 
 
 def test_an_occupancy_of_ones_own():
@@ -39,22 +33,6 @@ def test_an_occupancy_of_ones_own():
     assert ordered.item_ages()[:6].tolist() == [2, 1, 0, 5, 4, 3]
 
 
-@pytest.mark.parametrize(
-    "occupancy",
-    [Ring.create(6), Ranking.create(6), Rings.create(2, 6, 2, 2), Subset.create(Ring.create(6), 6)],
-    ids=lambda occupancy: type(occupancy).__name__,
-)
-def test_slots_and_places(occupancy):
-    assert occupancy.num_slots == 6
-    places = occupancy.places
-    assert isinstance(places, Ring | Ranking | Rings)
-    other = places.clear()
-    changed = occupancy.with_places(other)
-    assert type(changed) is type(occupancy)
-    assert changed.places is other
-    assert jax.tree.structure(changed) == jax.tree.structure(occupancy)
-
-
 CREATED = {
     "items": lambda: jaxbuf.ItemBuffer.create(
         {"x": jnp.zeros(3), "y": jnp.int32(0)},
@@ -62,7 +40,7 @@ CREATED = {
         sampler=jaxbuf.Prioritized(0.7),
         diversity=jaxbuf.Diversity(0.1, field="x"),
         freshness=jaxbuf.Freshness(max_use=2),
-        **REMOVABLE,
+        parts=(jaxbuf.Removable(),),
     ),
     "rings": lambda: jaxbuf.TrajectoryBuffer.create(
         {"x": jnp.zeros(3), "terminated": jnp.bool_(False)},

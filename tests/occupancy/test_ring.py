@@ -44,12 +44,7 @@ def test_the_newest_places_are_live_in_every_state(capacity):
 def test_a_place_may_be_a_number_of_python():
     for kind in (Ring, QueueRing):
         ring = kind(jnp.uint32(2), jnp.uint32(1), jnp.uint32(2), 3)
-        assert [bool(ring.live(index)) for index in (-1, 0, 1, 2, 3)] == [
-            False,
-            True,
-            True,
-            *2 * [False],
-        ]
+        assert [index for index in (-1, 0, 1, 2, 3) if ring.live(index)] == [0, 1]
 
 
 def test_the_largest_ring_knows_its_items():
