@@ -46,17 +46,13 @@ def found(episodes, done):
     return times
 
 
-def agrees(accumulator, twin):
-    metrics = {name: int(value) for name, value in accumulator.metrics().items()}
-    assert metrics == {
-        "steps": sum(len(rows) for rows in twin.open),
-        "waiting": len(twin.line),
-        "episodes": twin.complete,
-        "cut": twin.cut,
-        "refused": twin.refused,
-        "dropped": twin.dropped,
-    }
-    assert accumulator.filled.tolist() == [len(rows) for rows in twin.open]
+def agrees(accumulator, twin, part, whole, *counts):
+    """Counts of parts that wait for others, of whole ones, and others that have one name."""
+    filled = [len(rows) for rows in twin.open]
+    assert accumulator.filled.tolist() == filled
+    expected = {part: sum(filled), "waiting": len(twin.line), whole: twin.complete}
+    expected |= {name: getattr(twin, name) for name in ("refused", "dropped", *counts)}
+    assert {name: int(value) for name, value in accumulator.metrics().items()} == expected
 
 
 ADD = jax.jit(lambda accumulator, steps, mask: accumulator.add(steps, mask=mask), donate_argnums=0)
@@ -82,14 +78,14 @@ def test_random_rollouts_agree_with_lists(envs, length, per_add, waiting):
         ends = (steps["terminated"] | steps["truncated"]).reshape(grid)
         expected = twin.add(steps["info"]["time"].reshape(grid).tolist(), ends, mask.reshape(grid))
         assert found(episodes, done) == expected
-        agrees(accumulator, twin)
+        agrees(accumulator, twin, "steps", "episodes", "cut")
         if turn % 9 == 8:
             envs_gone = random.random(envs) < 0.5
             accumulator = accumulator.drop(envs_gone)
             twin.drop(envs_gone)
             accumulator, episodes, done = accumulator.take()
             assert found(episodes, done) == twin.take()
-            agrees(accumulator, twin)
+            agrees(accumulator, twin, "steps", "episodes", "cut")
     assert twin.complete > 50
     assert twin.cut > 10
     assert twin.refused > 10
@@ -106,7 +102,7 @@ def test_the_default_follows_the_rows_and_loses_no_episode():
         accumulator, episodes, done = ADD(accumulator, steps, np.ones(envs, bool))
         ends = steps["terminated"][:, None]
         assert found(episodes, done) == twin.add(steps["info"]["time"][:, None].tolist(), ends)
-        agrees(accumulator, twin)
+        agrees(accumulator, twin, "steps", "episodes", "cut")
     assert (twin.complete, twin.refused, done.shape) == (6 * envs, 0, (24,))
 
     chunks = jaxbuf.ChunkAccumulator.create(jnp.int32(0), envs, length)
@@ -195,21 +191,17 @@ def test_random_chunks_agree_with_lists(freshness):
     accumulator = jaxbuf.ChunkAccumulator.create(
         {"obs": jnp.zeros(2)}, 3, 2, per_add=2, waiting=3, freshness=freshness
     )
-    limit = None if freshness is None else freshness.max_staleness
+    limit = freshness and freshness.max_staleness
     twin = reference_accumulator.ChunkAccumulator(3, 2, 2, 3, limit)
     following, time, learner, run = [0] * 3, 1, 4, 0
     for turn in range(120):
-        rows = int(random.choice([1, 6]))
-        worker = (
-            random.integers(-1, 4, rows) if random.random() < 0.5 else random.integers(0, 3, rows)
-        )
-        number = []
-        for owner in worker.tolist():
-            if not 0 <= owner < 3:
-                number.append(0)
-                continue
-            following[owner] += 1 + (random.random() < 0.15)
-            number.append(following[owner])
+        rows, outside = int(random.choice([1, 6])), random.random() < 0.5
+        worker = random.integers(-outside, 3 + outside, rows)
+        number = np.zeros(rows, np.int32)
+        for row, owner in enumerate(worker.tolist()):
+            if 0 <= owner < 3:
+                following[owner] += 1 + (random.random() < 0.15)
+                number[row] = following[owner]
         values = np.arange(time, time + rows, dtype=np.float32)
         time += rows
         version = (learner - random.integers(-1, 4, rows)).astype(np.int32)
@@ -219,13 +211,13 @@ def test_random_chunks_agree_with_lists(freshness):
             accumulator,
             {"obs": np.stack([values, -values], axis=-1)},
             worker.astype(np.int32),
-            np.array(number, np.int32),
+            number,
             version=version,
             session=session,
             mask=mask,
         )
         expected = twin.add_fragments(
-            values, worker.tolist(), number, version.tolist(), session.tolist(), mask
+            values, worker.tolist(), number.tolist(), version.tolist(), session.tolist(), mask
         )
         kept = chunks.fragments["obs"][..., 0][done].tolist()
         assert kept == [[value for value, _, _ in item] for item in expected]
@@ -240,20 +232,10 @@ def test_random_chunks_agree_with_lists(freshness):
             gone = random.random(3) < 0.5
             accumulator = accumulator.drop(gone)
             twin.drop(gone)
-        assert accumulator.filled.tolist() == [len(rows) for rows in twin.open]
         held = accumulator.data[0]["obs"][..., 0][accumulator.live].tolist()
-        assert sorted(held) == sorted(
-            value for item in [*twin.open, *twin.line] for value, _, _ in item
-        )
-        assert {name: int(value) for name, value in accumulator.metrics().items()} == {
-            "fragments": sum(len(rows) for rows in twin.open),
-            "waiting": len(twin.line),
-            "chunks": twin.complete,
-            "refused": twin.refused,
-            "dropped": twin.dropped,
-            "rejected": twin.rejected,
-            "stale": twin.stale,
-        }
+        waiting = [value for item in [*twin.open, *twin.line] for value, _, _ in item]
+        assert sorted(held) == sorted(waiting)
+        agrees(accumulator, twin, "fragments", "chunks", "rejected", "stale")
     assert min(twin.complete, twin.dropped, twin.rejected) > 20
     assert (twin.refused > 0) == (freshness is None)
     assert (twin.stale > 50) == (freshness is not None)
@@ -311,12 +293,6 @@ def create(**options):
     )
 
 
-def chunks(**options):
-    arguments = {"example": jnp.int32(0), "num_workers": 2, "fragments_per_chunk": 2}
-    return jaxbuf.ChunkAccumulator.create(**arguments | options)
-
-
-ONE = jnp.zeros(1, jnp.int32)
 BAD = [
     (lambda: create(per_add=3, waiting=2), "per_add is 3, but only 2 items may be waiting"),
     (lambda: create(max_length=2**29), "more than 2**30 rows"),
@@ -335,11 +311,10 @@ BAD = [
         ),
         "mask has shape (2, 3); expected (2, 2), which is (num_envs, T)",
     ),
-    (lambda: chunks().add(jnp.zeros((1, 2), jnp.int32), ONE, ONE), "fragments has shape (1, 2)"),
-    (lambda: chunks().add(ONE, ONE, jnp.zeros(1)), "number has dtype float32; expected int32"),
-    (lambda: chunks().add(ONE, ONE, ONE, version=jnp.zeros(1)), "version has dtype float32"),
-    (lambda: chunks().add(ONE, ONE, ONE, session=jnp.zeros(1)), "session has dtype float32"),
-    (lambda: chunks().set_version(3), "set_version was called, but nothing limits staleness here"),
+    (
+        lambda: jaxbuf.ChunkAccumulator.create(jnp.int32(0), 2, 2).set_version(3),
+        "set_version was called, but nothing limits staleness here",
+    ),
 ]
 
 
@@ -351,7 +326,10 @@ def test_bad_input(call, message):
 
 def test_an_episode_that_ends_at_the_greatest_length_is_not_cut():
     step = {"n": jnp.int32(0), "terminated": jnp.bool_(False)}
-    accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 2)
-    steps = {"n": jnp.arange(4)[None], "terminated": jnp.array([[False, True, False, False]])}
-    metrics = accumulator.add(steps)[0].metrics()
+    accumulator = jaxbuf.EpisodeAccumulator.create(step, 1, 2, per_add=2, waiting=2)
+    ends = jnp.array([[False, True, False, False]])
+    accumulator, episodes, _ = accumulator.add({"n": jnp.arange(4)[None], "terminated": ends})
+    # What is cut does not end with a flag.
+    assert episodes.steps["terminated"].tolist() == [[False, True], [False, False]]
+    metrics = accumulator.metrics()
     assert (metrics["episodes"], metrics["cut"]) == (2, 1)

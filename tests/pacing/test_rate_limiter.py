@@ -26,20 +26,26 @@ REVERB = {
 }
 
 
-@pytest.mark.parametrize("case", REVERB)
-def test_reverb_blocks(case):
-    (ratio, min_size, *bounds), script = REVERB[case]
-    limiter, size = jaxbuf.RateLimiter.create(ratio, min_size, tuple(bounds)), 0
+def follow(script, limiter, size=0):
+    """Returns a limiter after a script, and how many items there are."""
     for word in script.split():
         if word == "-":
             size -= 1
             continue
-        asked, kind, count = re.fullmatch("([!?]?)([is])(.*)", word).groups()
+        asked, kind, number = re.fullmatch("([!?]?)([is])(.*)", word).groups()
+        count = int(number or 1)
         able = limiter.can_insert if kind == "i" else limiter.can_sample
-        assert bool(able(size, int(count or 1))) == (asked != "!")
+        assert bool(able(size, count)) == (asked != "!")
         if not asked:
-            limiter = limiter.inserted() if kind == "i" else limiter.sampled()
-            size += kind == "i"
+            limiter = limiter.inserted(count) if kind == "i" else limiter.sampled(count)
+            size += count * (kind == "i")
+    return limiter, size
+
+
+@pytest.mark.parametrize("case", REVERB)
+def test_reverb_blocks(case):
+    (ratio, min_size, *bounds), script = REVERB[case]
+    follow(script, jaxbuf.RateLimiter.create(ratio, min_size, tuple(bounds)))
 
 
 def test_reverb_accepts_what_it_accepts():
@@ -131,23 +137,10 @@ def test_di_engine_rates():
     limiter = jaxbuf.ThroughputLimiter.create(
         samples_per_insert=(0.5, 2.0), window=5.0, min_batches=1.5
     )
-    size = 0
-    assert limiter.can_insert(size, 30)
-    limiter, size = limiter.inserted(30), 30
-    for _ in range(3):
-        assert limiter.can_sample(size, 19)
-        limiter = limiter.sampled(19)
+    limiter, size = follow("i30 s19 s19 s19", limiter)
     assert limiter.counts.tolist() == [30, 57]
-    # 30 / 76 is below .5.
-    assert not limiter.can_sample(size, 19)
-    # 30 / 21 is below 1.5.
-    assert not limiter.can_sample(size, 21)
-    for _ in range(2):
-        assert limiter.can_insert(size, 30)
-        limiter, size = limiter.inserted(30), size + 30
-    assert size == 90
-    # 120 / 57 is above 2.
-    assert not limiter.can_insert(size, 30)
+    # 30 / 76 is below .5, and 30 / 21 below 1.5; then 120 / 57 is above 2.
+    limiter, size = follow("!s19 !s21 i30 i30 !i30", limiter, size)
     np.testing.assert_allclose(limiter.after(5.0).counts, [0.9, 0.57], rtol=1e-5)
     second = limiter
     for _ in range(5):
@@ -157,13 +150,12 @@ def test_di_engine_rates():
 
 def test_throughput_without_bounds_or_samples():
     limiter = jaxbuf.ThroughputLimiter.create()
-    assert limiter.can_insert(0, 10**6)
-    assert limiter.can_sample(8, 8)
-    assert not limiter.can_sample(7, 8)
-    limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(1.0, math.inf)).inserted(100)
+    follow("?i1000000", limiter)
+    follow("?s8", limiter, 8)
+    follow("!s8", limiter, 7)
     # Nothing was sampled so far.
-    assert limiter.can_insert(100, 100)
-    assert not limiter.sampled(1).can_insert(100, 1)
+    limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(1.0, math.inf))
+    follow("i100 ?i100 s !i", limiter)
 
 
 def rate(*arguments):
