@@ -9,88 +9,21 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
-from tests.models import items as reference
 from tests.models.blend import blended
-from tests.models.ranks import by_rank
+from tests.strategies.test_every_sampler import (
+    HALVES,
+    KEY,
+    NEWEST,
+    PRIORITIES,
+    PROPORTIONAL,
+    SEVENTH,
+    UNIFORM,
+    filled,
+    law_of,
+    shares,
+)
 
 INF = float("inf")
-KEY = jax.random.key(0)
-PRIORITIES = (0.5, 0.0, 3.0, 1.0, 8.0, 1.0, 2.0)
-PROPORTIONAL, UNIFORM = jaxbuf.Prioritized(alpha=1.0), jaxbuf.Uniform()
-HALVES = jaxbuf.Blend((PROPORTIONAL, UNIFORM), (0.5, 0.5))
-NEWEST = jaxbuf.Recent(1.0, 2)
-
-
-def filled(sampler, values=PRIORITIES, capacity=9, **options):
-    """A buffer that holds the row numbers of the values as its items."""
-    values = jnp.asarray(values, jnp.float32)
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, sampler=sampler, **options)
-    by = "score" if sampler.uses_score else "priority"
-    given = {by: values} if sampler.uses_priority or sampler.uses_score else {}
-    return buffer.add(jnp.arange(len(values), dtype=jnp.int32), **given)
-
-
-@jax.jit
-def law_of(buffer):
-    """The probability of every slot."""
-    slot = jnp.arange(buffer.occupancy.capacity, dtype=jnp.int32)
-    known = buffer.sampler.probability(buffer.sampler_state, slot, buffer.occupancy)
-    return jnp.where(buffer.occupancy.live(slot), known, 0.0)
-
-
-def shares(masses):
-    return np.asarray(masses) / np.sum(masses)
-
-
-def by_ranks(values=PRIORITIES):
-    return shares(by_rank(values, 0.7))
-
-
-SEVENTH = np.full(7, 1 / 7)
-LAST_TWO = np.array([0, 0, 0, 0, 0, 1 / 2, 1 / 2])
-OF_ITEMS = {
-    "one": (jaxbuf.Blend((PROPORTIONAL,), (2,)), (shares(PRIORITIES),)),
-    "one without weight": (
-        jaxbuf.Blend((UNIFORM, PROPORTIONAL, NEWEST), (0, 1, 2)),
-        (SEVENTH, shares(PRIORITIES), LAST_TWO),
-    ),
-    "ranks, sorted out": (
-        jaxbuf.Blend((jaxbuf.RankBased(), NEWEST, UNIFORM), (0.3, 0.45, 0.25)),
-        (by_ranks(), LAST_TWO, SEVENTH),
-    ),
-    "in a blend": (
-        jaxbuf.Blend((HALVES, jaxbuf.RankBased(stratified=False)), (0.2, 0.8)),
-        (shares(PRIORITIES) / 2 + SEVENTH / 2, by_ranks()),
-    ),
-    "not independent": (
-        jaxbuf.Blend((jaxbuf.Prioritized(1.0, stratified=False), jaxbuf.Balanced()), (0.6, 0.4)),
-        (shares(PRIORITIES), SEVENTH),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OF_ITEMS)
-def test_the_law_is_that_of_the_mixture(name):
-    sampler, laws = OF_ITEMS[name]
-    buffer = filled(sampler)
-    testing.assert_valid(buffer)
-    law = blended(laws, sampler.weights)
-    np.testing.assert_allclose(law_of(buffer), [*law, 0, 0], rtol=1e-5, atol=1e-9)
-    batch = buffer.sample(KEY, 64)
-    np.testing.assert_allclose(batch.probability, law[batch.data], rtol=1e-5)
-    np.testing.assert_allclose(buffer.get(batch.slots).probability, batch.probability, rtol=1e-6)
-    support = buffer.support()
-    assert support.count == np.sum(law > 0)
-    np.testing.assert_allclose(support.least_probability, law[law > 0].min(), rtol=1e-5)
-    size = buffer.metrics()["effective_sample_size"]
-    np.testing.assert_allclose(size, reference.effective_sample_size(law), rtol=1e-5)
-    testing.assert_distribution(buffer, KEY, [*law, 0, 0], draws=1500, batch_size=13)
-
-
-def test_uniform_mix_is_a_blend():
-    mixed = filled(jaxbuf.Prioritized(alpha=0.6, uniform_mix=0.3))
-    blend = filled(jaxbuf.Blend((jaxbuf.Prioritized(alpha=0.6), UNIFORM), (0.7, 0.3)))
-    np.testing.assert_allclose(law_of(mixed), law_of(blend), rtol=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 10, 256])
@@ -107,13 +40,6 @@ def test_each_sampler_draws_its_share_rounded_up_or_down(batch_size):
     # And no row is more often of one sampler than another row.
     of_row = np.mean(drawn == 6, axis=0)
     assert np.abs(of_row - 0.55).max() < 5 * np.sqrt(0.25 / 2000)
-
-
-def test_half_of_a_batch_is_exactly_half():
-    buffer = filled(jaxbuf.Blend((jaxbuf.Recent(1.0, 1), jaxbuf.RankBased(300.0)), (1, 1)))
-    for seed in range(20):
-        data = buffer.sample(jax.random.key(seed), 32).data
-        assert np.bincount(data, minlength=7).tolist() == [0, 0, 0, 0, 16, 0, 16]
 
 
 def test_the_probability_of_recent_rows_is_that_of_the_batch():
@@ -165,31 +91,10 @@ def test_scores_reach_all_samplers_that_use_them():
     sampler = jaxbuf.Blend((jaxbuf.RankBased(1.0, by="score"), jaxbuf.Softmax()), (0.5, 0.5))
     buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 3, sampler=sampler, evictor=jaxbuf.Lowest())
     buffer, slots = buffer.insert(jnp.arange(4), score=jnp.array([1.0, 3.0, 2.0, 0.0]))
-    testing.assert_valid(buffer)
     buffer = buffer.update_score(slots, jnp.array([5.0, 3.0, 2.0, 9.0]))
-    testing.assert_valid(buffer)
     expected = blended([shares([1, 1 / 2, 1 / 3]), shares(np.exp([5.0, 3.0, 2.0]))], (1, 1))
     held = {int(uid): p for uid, p in zip(buffer.data, law_of(buffer), strict=True)}
     assert held == pytest.approx(dict(enumerate(expected)), rel=1e-5)
-    with pytest.raises(ValueError, match="pass score="):
-        buffer.add(jnp.array([1]))
-
-
-def test_windows_are_drawn_by_priority_and_in_equal_numbers():
-    sampler = jaxbuf.Blend((PROPORTIONAL, jaxbuf.Balanced()), (0.5, 0.5))
-    buffer = jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 6, sequence_length=2, sampler=sampler)
-    mask = jnp.array([[True] * 4, [True] * 2 + [False] * 2])
-    priority = jnp.array([[9.0, 1.0, 2.0, 3.0], [9.0, 6.0, 9.0, 9.0]])
-    buffer = buffer.add(jnp.arange(8).reshape(2, 4), priority=priority, mask=mask)
-    testing.assert_valid(buffer)
-    law = blended([shares([1, 2, 3, 6]), [1 / 6, 1 / 6, 1 / 6, 1 / 2]], (1, 1))
-    expected = np.zeros(12)
-    expected[[0, 1, 2, 6]] = law
-    np.testing.assert_allclose(law_of(buffer), expected, rtol=1e-5)
-    # The rows of Balanced are sorted by environment.
-    testing.assert_distribution(buffer, KEY, expected, draws=3000, batch_size=7)
-    buffer = buffer.update_priority(buffer.sample(KEY, 4).slots, jnp.ones(4))
-    testing.assert_valid(buffer.add(jnp.arange(16).reshape(2, 8)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,12 +157,6 @@ class OwnNext(Counts):
         return state.at[draw.index].add(1), draw
 
 
-class Deaf(Counts):
-    """Has priorities, and is not told of items that leave."""
-
-    uses_priority = True
-
-
 REFUSED = {
     "no samplers": (lambda: jaxbuf.Blend((), ()), "there are 0 samplers and 0 weights"),
     "numbers": (lambda: jaxbuf.Blend((UNIFORM,), (1, 2)), "1 samplers and 2 weights"),
@@ -281,16 +180,6 @@ REFUSED = {
         lambda: filled(jaxbuf.Blend((UNIFORM, NEWEST), (1, 1)), evictor=jaxbuf.Lowest()),
         "Ranking does not keep their order",
     ),
-    "deaf": (
-        lambda: filled(jaxbuf.Blend((UNIFORM, Deaf()), (1, 1)), parts=(jaxbuf.Removable(),)),
-        "Deaf.* cannot be told that an item retires",
-    ),
-    "steps have no scores": (
-        lambda: jaxbuf.TrajectoryBuffer.create(
-            jnp.int32(0), 2, 4, sampler=jaxbuf.Blend((jaxbuf.Softmax(), UNIFORM), (1, 1))
-        ),
-        "needs scores, which steps do not have",
-    ),
 }
 
 
@@ -299,44 +188,3 @@ def test_refused(name):
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_equal_configurations_are_equal():
-    one = jaxbuf.Blend([PROPORTIONAL, UNIFORM], np.float32([1, 3]))
-    assert one == jaxbuf.Blend((PROPORTIONAL, UNIFORM), (0.25, 0.75))
-    assert hash(one) == hash(dataclasses.replace(one))
-    thirds = jaxbuf.Blend((UNIFORM, UNIFORM, UNIFORM), (1, 1, 1))
-    assert dataclasses.replace(thirds) == thirds
-
-
-def test_parts_of_a_mixture_draw_each_in_their_own_way():
-    samplers = {
-        "shuffled": jaxbuf.Shuffled(),
-        "recent": jaxbuf.Recent(1.0, 2),
-        "balanced": jaxbuf.Balanced(),
-        "stale": jaxbuf.Staleness(replacement=False),
-        "blend": jaxbuf.Blend((jaxbuf.Balanced(), jaxbuf.Recent(1.0, 1)), (0.5, 0.5)),
-    }
-    windows = [
-        jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 6, sampler=sampler).add(
-            100 * number + jnp.arange(8).reshape(2, 4)
-        )
-        for number, sampler in enumerate(samplers.values())
-    ]
-    mixture = jaxbuf.Mixture.create(windows, [1] * 5)
-    drawn = {name: [] for name in samplers}
-    for seed in range(2):
-        mixture, batch = jaxbuf.next_batch(mixture, jax.random.key(seed), 20)
-        assert batch.valid.all()
-        part = mixture.part_of(batch.slots)
-        for number, name in enumerate(samplers):
-            rows = np.ravel(batch.data)[np.asarray(part) == number]
-            drawn[name] += [rows.astype(int) - 100 * number]
-    assert sorted(np.concatenate(drawn["shuffled"])) == [*range(8)]
-    assert sorted(np.concatenate(drawn["stale"])) == [*range(8)]
-    assert set(np.concatenate(drawn["recent"]).tolist()) == {2, 3, 6, 7}
-    for rows in drawn["balanced"]:
-        assert np.sum(rows < 4) == 2
-    for rows in drawn["blend"]:
-        assert np.isin(rows, [3, 7]).sum() >= 2
-    testing.assert_valid(mixture)

@@ -1,4 +1,6 @@
-"""Many samplers alike: in an empty buffer, in wrappers, in loops."""
+"""Many samplers alike: their laws, in an empty buffer, in wrappers, in loops; equal ones."""
+
+import dataclasses
 
 import chex
 import jax
@@ -11,9 +13,11 @@ import jaxbuf
 from jaxbuf import testing
 from tests.models import items as reference
 
-KEY = jax.random.key(0)
-PRIORITIES = jnp.array([0.5, 0.0, 3.0, 1.0, 8.0, 1.0, 2.0])
-HALVES = jaxbuf.Blend((jaxbuf.Prioritized(alpha=1.0), jaxbuf.Uniform()), (0.5, 0.5))
+KEY, INF = jax.random.key(0), float("inf")
+PRIORITIES = (0.5, 0.0, 3.0, 1.0, 8.0, 1.0, 2.0)
+PROPORTIONAL, UNIFORM = jaxbuf.Prioritized(alpha=1.0), jaxbuf.Uniform()
+NEWEST = jaxbuf.Recent(1.0, 2)
+HALVES = jaxbuf.Blend((PROPORTIONAL, UNIFORM), (0.5, 0.5))
 SAMPLERS = {
     "ranked": jaxbuf.RankBased(alpha=1.0),
     "ranked-by-score": jaxbuf.RankBased(by="score", replacement=False),
@@ -21,7 +25,7 @@ SAMPLERS = {
     "stale": jaxbuf.Staleness(),
     "blend": HALVES,
     "blend-of-many": jaxbuf.Blend(
-        (HALVES, jaxbuf.Recent(1.0, 2), jaxbuf.RankBased(), jaxbuf.Staleness()), (1, 1, 1, 1)
+        (HALVES, NEWEST, jaxbuf.RankBased(), jaxbuf.Staleness()), (1, 1, 1, 1)
     ),
     "balanced": jaxbuf.Balanced(),
     "balanced-distinct": jaxbuf.Balanced(replacement=False),
@@ -33,12 +37,26 @@ SAMPLERS = {
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 
 
-def filled(sampler, capacity=9):
-    """Seven items, of which some were drawn."""
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, sampler=sampler)
+def filled(sampler, values=PRIORITIES, capacity=9, **options):
+    """A buffer that holds the row numbers of these priorities or scores as its items."""
+    values = jnp.asarray(values, jnp.float32)
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity, sampler=sampler, **options)
     by = "score" if sampler.uses_score else "priority"
-    given = {by: PRIORITIES} if sampler.uses_score or sampler.uses_priority else {}
-    return buffer.add(jnp.arange(7), **given).next_batch(KEY, 2)[0]
+    given = {by: values} if sampler.uses_score or sampler.uses_priority else {}
+    return buffer.add(jnp.arange(len(values), dtype=jnp.int32), **given)
+
+
+def waiting(sampler, times, now, capacity=9):
+    """A buffer whose items were last drawn, or added, in these batches of ``now`` in all."""
+    buffer = filled(sampler, times, capacity)
+    last = buffer.sampler_state.last.at[: len(times)].set(jnp.asarray(times, jnp.uint32))
+    state = buffer.sampler_state.replace(last=last, batches=jnp.uint32(now))
+    return buffer.replace(sampler_state=state)
+
+
+def drawn_from(sampler):
+    """Seven items, of which some were drawn."""
+    return filled(sampler).next_batch(KEY, 2)[0]
 
 
 def law_of(buffer):
@@ -47,9 +65,107 @@ def law_of(buffer):
     return buffer.get(jaxbuf.Slots(slot, buffer.occupancy.generation(slot))).probability
 
 
+def shares(masses):
+    return np.asarray(masses) / np.sum(masses)
+
+
+def assert_counts(found, expected):
+    """Chi-square of likely outcomes; the others are as rare as they should be."""
+    likely = expected > 5
+    assert found[~likely].sum() <= 10 + 3 * expected[~likely].sum()
+    share = found[likely].sum() / expected[likely].sum()
+    assert stats.chisquare(found[likely], expected[likely] * share).pvalue > 1e-3
+
+
+RANKS, AGES = np.array([6, 7, 2, 4, 1, 5, 3]), np.array([4, 7, 0, 0, 2, 6, 0])
+BY_RANKS, SEVENTH = shares(RANKS**-0.7), np.full(7, 1 / 7)
+LAST_TWO = np.array([0, 0, 0, 0, 0, 1 / 2, 1 / 2])
+# Each a sampler, the probabilities of its items, and the values of these.
+LAWS = {
+    **{
+        f"rank-{alpha}": (
+            jaxbuf.RankBased(alpha, by=by, stratified=by == "priority"),
+            shares(1.0 / RANKS**alpha),
+        )
+        for alpha, by in (
+            (0.0, "priority"), (0.5, "score"), (0.7, "priority"), (1.0, "score"), (3.0, "priority")
+        )
+    },
+    "rank, infinite": (
+        jaxbuf.RankBased(1.0, by="score"),
+        shares(1 / np.array([6, 3, 1, 5, 2, 4])),
+        [-INF, 3.0, INF, -3e38, INF, -5.0],
+    ),
+    **{
+        f"stale-{alpha}": (
+            jaxbuf.Staleness(alpha, stratified=alpha != 0.5),
+            shares(np.where(AGES > 0, AGES.astype(float) ** alpha, 0)),
+            7 - AGES,
+            7,
+        )
+        for alpha in (0.0, 0.5, 1.0, 2.0)
+    },
+    "stale, no batch": (jaxbuf.Staleness(), shares([1] * 5), [0] * 5, 0),
+    "stale, all drawn": (jaxbuf.Staleness(), shares([1] * 5), [4] * 5, 4),
+    "one": (jaxbuf.Blend((PROPORTIONAL,), (2,)), shares(PRIORITIES)),
+    "one without weight": (
+        jaxbuf.Blend((UNIFORM, PROPORTIONAL, NEWEST), (0, 1, 2)),
+        shares(PRIORITIES) / 3 + LAST_TWO * 2 / 3,
+    ),
+    "ranks, sorted out": (
+        jaxbuf.Blend((jaxbuf.RankBased(), NEWEST, UNIFORM), (0.3, 0.45, 0.25)),
+        0.3 * BY_RANKS + 0.45 * LAST_TWO + 0.25 * SEVENTH,
+    ),
+    "in a blend": (
+        jaxbuf.Blend((HALVES, jaxbuf.RankBased(stratified=False)), (0.2, 0.8)),
+        0.1 * shares(PRIORITIES) + 0.1 * SEVENTH + 0.8 * BY_RANKS,
+    ),
+    "not independent": (
+        jaxbuf.Blend((jaxbuf.Prioritized(1.0, stratified=False), jaxbuf.Balanced()), (0.6, 0.4)),
+        0.6 * shares(PRIORITIES) + 0.4 * SEVENTH,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_law(name):
+    sampler, law, *values = LAWS[name]
+    make = waiting if isinstance(sampler, jaxbuf.Staleness) else filled
+    buffer, every = make(sampler, *values), np.pad(law, (0, 9 - len(law)))
+    testing.assert_valid(buffer)
+    np.testing.assert_allclose(law_of(buffer), every, rtol=1e-5, atol=1e-9)
+    batch = buffer.sample(KEY, 64)
+    np.testing.assert_allclose(batch.probability, law[batch.data], rtol=1e-5)
+    support = buffer.support()
+    assert support.count == np.sum(law > 0)
+    np.testing.assert_allclose(support.least_probability, law[law > 0].min(), rtol=1e-5)
+    size = buffer.metrics()["effective_sample_size"]
+    np.testing.assert_allclose(size, reference.effective_sample_size(law), rtol=1e-5)
+    testing.assert_distribution(buffer, KEY, every, draws=1500, batch_size=13)
+
+
+@pytest.mark.parametrize(
+    "sampler", [jaxbuf.RankBased(), jaxbuf.RankBased(by="score"), jaxbuf.Softmax()]
+)
+def test_metrics_of_priorities_and_scores(sampler):
+    metrics = filled(sampler, [4.0, 1.0, 1.0], 5).metrics()
+    by = "score" if sampler.uses_score else "priority"
+    assert [metrics[f"{by}_{name}"] for name in ("min", "max", "mean")] == [1, 4, 2]
+
+
+@pytest.mark.parametrize(
+    "sampler", [jaxbuf.RankBased(3.0, replacement=False), jaxbuf.Softmax(replacement=False)]
+)
+def test_without_replacement_every_item_comes_once_however_seldom(sampler):
+    batch = filled(sampler, np.arange(200.0), 256).sample(KEY, 210)
+    assert sorted(batch.data[batch.valid].tolist()) == [*range(200)]
+    assert batch.valid.tolist() == [True] * 200 + [False] * 10
+    assert batch.slots.index[200:].tolist() == [256] * 10
+
+
 @every_sampler
 def test_an_empty_buffer_and_clear(name):
-    buffer = filled(SAMPLERS[name])
+    buffer = drawn_from(SAMPLERS[name])
     for empty in (buffer.anew(), buffer.clear()):
         testing.assert_valid(empty)
         after, batch = empty.next_batch(KEY, 4)
@@ -63,25 +179,22 @@ def test_an_empty_buffer_and_clear(name):
         assert after.add(jnp.arange(2), **given).sample(KEY, 2).valid.all()
 
 
-@pytest.mark.parametrize("kind", [jaxbuf.RankBased, jaxbuf.Staleness, jaxbuf.Softmax])
+# `test_distinct.py` asks Softmax.
+@pytest.mark.parametrize("kind", [jaxbuf.RankBased, jaxbuf.Staleness])
 def test_draws_without_replacement_have_the_law_of_successive_draws(kind):
-    buffer = filled(kind(replacement=False))
+    buffer = drawn_from(kind(replacement=False))
     # Some were drawn just now, and others wait for a while.
     buffer = buffer.next_batch(jax.random.key(1), 2)[0].next_batch(jax.random.key(2), 2)[0]
     law = reference.successive_law(law_of(buffer)[:7], 2)
     keys = jax.random.split(KEY, 20_000)
     drawn = np.asarray(jax.jit(jax.vmap(lambda key: buffer.sample(key, 2)))(keys).data)
     found = np.array([np.sum((drawn == order).all(1)) for order in law])
-    expected = np.array([*law.values()]) * len(drawn)
-    likely = expected > 5
-    assert found[~likely].sum() <= 10 + 3 * expected[~likely].sum()
-    share = found[likely].sum() / expected[likely].sum()
-    assert stats.chisquare(found[likely], expected[likely] * share).pvalue > 1e-4
+    assert_counts(found, np.array([*law.values()]) * len(drawn))
 
 
-@every_sampler
+@pytest.mark.parametrize("name", ["shuffled", "softmax", "blend-of-many", "recent-distinct"])
 def test_a_hosted_buffer_draws_what_the_buffer_does(name):
-    buffer = filled(SAMPLERS[name])
+    buffer = drawn_from(SAMPLERS[name])
     hosted = jaxbuf.Hosted.create(lambda: buffer, to=jax.devices()[0])
     _, expected = buffer.next_batch(KEY, 8)
     hosted, batch = jaxbuf.next_batch(hosted, KEY, 8)
@@ -95,7 +208,7 @@ def test_a_hosted_buffer_draws_what_the_buffer_does(name):
     "name", [name for name in SAMPLERS if name.split("-")[0] not in ("shuffled", "recent")]
 )
 def test_it_is_the_base_of_recent_and_a_part_of_mixtures(name):
-    alone, recent = filled(SAMPLERS[name]), filled(jaxbuf.Recent(0.5, 1, SAMPLERS[name]))
+    alone, recent = drawn_from(SAMPLERS[name]), drawn_from(jaxbuf.Recent(0.5, 1, SAMPLERS[name]))
     testing.assert_valid(recent)
     laws = law_of(alone), law_of(recent)
     if name != "blend-of-many" and "stale" not in name:  # These know what was drawn.
@@ -114,7 +227,7 @@ def test_a_sharded_buffer_refuses_it(name):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     kind = type(SAMPLERS[name]).__name__
     with pytest.raises(ValueError, match=rf"{kind}\(.*does not draw from shards"):
-        jaxbuf.Sharded.create(lambda: filled(SAMPLERS[name]), mesh, "data")
+        jaxbuf.Sharded.create(lambda: drawn_from(SAMPLERS[name]), mesh, "data")
 
 
 @pytest.mark.parametrize("name", ["ranked", "ranked-seldom", "blend-of-many"])
@@ -127,3 +240,54 @@ def test_a_step_copies_neither_items_nor_states(name):
 
     keys = jax.random.split(KEY, 3)
     testing.assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
+
+
+BY_SCORE = jaxbuf.Blend((jaxbuf.RankBased(1.0, by="score"), jaxbuf.Softmax()), (0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"sampler": it} for it in (jaxbuf.RankBased(by="score"), jaxbuf.Softmax(), BY_SCORE)),
+        {"evictor": jaxbuf.Lowest()},
+        {"diversity": jaxbuf.Diversity(1.0)},
+    ],
+)
+def test_scores_are_needed(options):
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 3, **options)
+    with pytest.raises(ValueError, match="uses the score of items; pass score="):
+        buffer.add(jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"score has shape \(3,\)"):
+        buffer.add(jnp.zeros(2), score=jnp.zeros(3))
+    if "sampler" in options:
+        with pytest.raises(ValueError, match="needs scores, which steps do not have"):
+            jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, **options)
+
+
+EQUAL = [
+    (jaxbuf.Balanced(np.bool_(False)), jaxbuf.Balanced(replacement=False)),
+    (jaxbuf.Recent(np.float32(0.5), np.int64(3)), jaxbuf.Recent(0.5, 3, UNIFORM)),
+    (jaxbuf.Softmax(np.float32(0.5)), jaxbuf.Softmax(temperature=0.5)),
+    (jaxbuf.Staleness(np.float32(0.5)), jaxbuf.Staleness(0.5)),
+    (
+        jaxbuf.RankBased(np.float32(0.5), sort_every=np.int64(2)),
+        jaxbuf.RankBased(0.5, sort_every=2),
+    ),
+    (
+        jaxbuf.Blend([PROPORTIONAL, UNIFORM], np.float32([1, 3])),
+        jaxbuf.Blend((PROPORTIONAL, UNIFORM), (0.25, 0.75)),
+    ),
+    (jaxbuf.Blend([UNIFORM] * 3, (1, 1, 1)), jaxbuf.Blend([UNIFORM] * 3, (1, 1, 1))),
+    (jaxbuf.Diversity(np.float32(1), np.int32(2)), jaxbuf.Diversity(1.0, 2.0)),
+    (jaxbuf.Freshness(np.int32(3)), jaxbuf.Freshness(3)),
+    (
+        jaxbuf.Episodes(discount=np.float32(0.5), default_return=np.int64(-1), reward_clip=[-1, 1]),
+        jaxbuf.Episodes(discount=0.5, default_return=-1, reward_clip=(np.int8(-1), 1)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL, ids=lambda it: type(it).__name__)
+def test_equal_configurations_do_not_retrace(one, other):
+    assert one == other == dataclasses.replace(one)
+    assert hash(one) == hash(other)

@@ -22,13 +22,6 @@ from jaxbuf.strategies import (
 )
 
 
-class Counts(struct.PyTreeNode):
-    """The number of updates of each slot, and the last value written."""
-
-    seen: jax.Array
-    last: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class LeastUpdated(Sampler):
     """Draws the live items whose priority has been updated least often, lowest slot first."""
@@ -36,29 +29,26 @@ class LeastUpdated(Sampler):
     uses_priority = True
 
     def init(self, capacity):
-        return Counts(seen=jnp.zeros(capacity, jnp.int32), last=jnp.zeros(capacity))
+        return jnp.zeros(capacity, jnp.int32)
 
     def accepts(self, value):
         return value < 100
 
     def on_change(self, state, added, value, removed):
-        return state.replace(seen=state.seen.at[added].set(0, mode="drop"))
+        return state.at[added].set(0, mode="drop")
 
     def set_priority(self, state, index, value):
-        seen = state.seen.at[index].add(1, mode="drop")
-        return Counts(seen=seen, last=state.last.at[index].set(value, mode="drop"))
+        return state.at[index].add(1, mode="drop")
 
     def draw(self, state, key, batch_size, occupancy):
-        del key
-        slot = jnp.arange(state.seen.shape[0])
-        order = jnp.where(occupancy.live(slot), state.seen, jnp.iinfo(jnp.int32).max)
+        live = occupancy.live(jnp.arange(len(state)))
+        order = jnp.where(live, state, jnp.iinfo(jnp.int32).max)
         index = jnp.argsort(order, stable=True)[:batch_size].astype(jnp.int32)
         valid = jnp.arange(batch_size) < occupancy.size
         return Draw(index, jnp.ones(batch_size), valid)
 
     def metrics(self, state, occupancy):
-        del occupancy
-        return {"updates": jnp.sum(state.seen)}
+        return {"updates": jnp.sum(state)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +100,6 @@ def test_a_foreign_sampler_decides_what_is_drawn(buffer):
     metrics = buffer.metrics()
     assert (int(metrics["updates"]), int(metrics["rejected"])) == (1, 1)
     assert jaxbuf.sample(buffer, key, 6).valid.tolist() == [True] * 4 + [False] * 2
-
-
-def test_a_foreign_sampler_in_scan_and_vmap(buffer):
-    def step(buffer, _):
-        batch = buffer.sample(jax.random.key(0), 1)
-        return buffer.update_priority(batch.slots, jnp.ones(1)), batch.data[0]
-
-    _, drawn = jax.lax.scan(step, buffer, length=6)
-    assert drawn.tolist() == [0, 1, 2, 3, 0, 1]
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), buffer)
-    _, drawn = jax.jit(jax.vmap(lambda buffer: jax.lax.scan(step, buffer, length=6)))(many)
-    assert drawn.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
 
 
 def test_a_foreign_evictor_decides_what_stays():
@@ -195,19 +173,36 @@ def test_a_foreign_sampler_draws_windows():
     assert buffer.sample(jax.random.key(0), 2).data.tolist() == [[2, 3], [0, 1]]
 
 
-def test_a_sampler_with_priorities_must_be_told_of_items_that_leave():
-    @dataclasses.dataclass(frozen=True)
-    class Deaf(LeastUpdated, KnownSampler):
-        on_change = Sampler.on_change
+@dataclasses.dataclass(frozen=True)
+class Deaf(LeastUpdated, KnownSampler):
+    """Has priorities, and is not told of items that leave."""
 
-        def probability(self, state, index, occupancy):
-            return jnp.ones(index.shape)
+    on_change = Sampler.on_change
 
-    for sampler in (Deaf(), jaxbuf.Recent(0.5, 2, Deaf())):
-        with pytest.raises(ValueError, match="that a window is gone; give it a method on_change"):
-            jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
-        # Items stay where they are until others take their place.
-        jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)
+    def probability(self, state, index, occupancy):
+        return jnp.ones(index.shape)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Deaf(),
+        jaxbuf.Recent(0.5, 2, Deaf()),
+        jaxbuf.Blend((jaxbuf.Uniform(), Deaf()), (1, 1)),
+    ],
+)
+def test_a_sampler_with_priorities_must_be_told_of_items_that_leave(sampler):
+    with pytest.raises(ValueError, match="that a window is gone; give it a method on_change"):
+        jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, 4, sampler=sampler)
+    for leaves in (
+        {"parts": (jaxbuf.Removable(),)},
+        {"freshness": jaxbuf.Freshness(max_use=1)},
+        {"diversity": jaxbuf.Diversity(1.0, keep="best")},
+    ):
+        with pytest.raises(ValueError, match=r"Deaf.* cannot be told that an item retires; give"):
+            jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler, **leaves)
+    # Items stay where they are until others take their place.
+    jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=sampler)
 
 
 @dataclasses.dataclass(frozen=True)
