@@ -170,7 +170,10 @@ BESIDE = (
     "softmax-distinct", "shuffled-fresh-lowest", "diverse-greedy-lowest", "windows-fresh",
     "windows-avoid", "queue", "mixture",
 )  # fmt: skip
-ALL_BESIDE = "reservoir", "windows-recent", "windows-balanced-distinct", "windows-episodes"
+ALL_BESIDE = (
+    "diverse-best", "reservoir", "windows-recent", "windows-balanced-distinct",
+    "windows-by-episode", "windows-episodes",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

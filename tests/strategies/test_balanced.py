@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 import jaxbuf
+from jaxbuf import testing
 
 LENGTH = 8
 
@@ -70,20 +71,18 @@ def test_numbers_and_probabilities_with_replacement(held, rows):
     assert set(each.ravel()) <= {rows // len(some), -(-rows // len(some))}
     due = 1 / (len(some) * np.asarray(held, np.float64).clip(1))
     np.testing.assert_allclose(batch.probability, due[env], rtol=1e-6)
-    extra = each.sum(0) - 600 * (rows // len(some))
-    if extra.sum():
-        assert stats.chisquare(extra).pvalue > 1e-3
-    for e in some:
-        steps, counts = np.unique(np.asarray(batch.data)[env == e], return_counts=True)
-        assert len(steps) == held[e]
-        assert len(steps) == 1 or stats.chisquare(counts).pvalue > 1e-3
+    live = buffer.occupancy.live(jnp.arange(buffer.num_slots))
+    law = np.where(live, np.repeat(due, LENGTH), 0.0)
+    testing.assert_distribution(buffer, jax.random.key(0), law, draws=1200, batch_size=rows)
 
 
 @pytest.mark.parametrize(
     ("held", "rows"),
-    [(EQUAL, rows) for rows in (1, 12, 30)]
-    + [(UNEQUAL, rows) for rows in (5, 9, 12, 30)]
-    + [((0, 6, 2), 1), ((0, 6, 2), 9), ((4,), 5), ((0, 0), 1)],
+    [
+        *((EQUAL, rows) for rows in (1, 12)),
+        *((UNEQUAL, rows) for rows in (5, 9, 30)),
+        *(((0, 6, 2), 1), ((0, 6, 2), 9), ((4,), 5), ((0, 0), 1)),
+    ],
 )
 def test_numbers_without_replacement_are_dealt_in_turn(held, rows):
     buffer = filled(held, jaxbuf.Balanced(replacement=False))
@@ -120,22 +119,16 @@ def test_windows_of_an_environment_are_evenly_spread_without_replacement():
     assert stats.chisquare(pairs).pvalue > 1e-3
 
 
-def test_weights_correct_for_environments_that_hold_less():
+def test_what_is_known_of_environments_that_hold_less():
     buffer = filled([8, 2, 5], jaxbuf.Balanced(), sequence_length=2)
-    batch = draws(buffer, 6, 3000)
     assert int(buffer.support().count) == 7 + 1 + 4
     assert float(buffer.support().least_probability) == pytest.approx(1 / (3 * 7))
-    weights = jax.jit(jax.vmap(lambda b: jaxbuf.importance_weights(buffer, b, 1.0, None)))(batch)
-    first = np.asarray(batch.data)[..., 0]
-    estimate = np.mean(np.asarray(weights) * first)
-    every = np.concatenate([np.arange(3, 10), [100], np.arange(200, 204)])
-    assert estimate == pytest.approx(every.mean(), rel=0.03)
     squares = [7 / (3 * 7) ** 2, 1 / 3**2, 4 / (3 * 4) ** 2]
     size = float(buffer.metrics()["effective_sample_size"])
     assert size == pytest.approx(1 / sum(squares), rel=1e-6)
 
 
-def test_as_the_base_of_recent_and_where_windows_are_taken_out():
+def test_as_the_base_of_recent():
     sampler = jaxbuf.Recent(ratio=0.5, steps=1, base=jaxbuf.Balanced())
     batch = filled([8, 2], sampler).sample(jax.random.key(0), 8)
     step = np.asarray(batch.data)[:, 0]
@@ -144,28 +137,13 @@ def test_as_the_base_of_recent_and_where_windows_are_taken_out():
     expected = [due[t // 100 * 100] + 0.25 * (t in (10, 101)) for t in step.tolist()]
     np.testing.assert_allclose(batch.probability, expected, rtol=1e-6)
 
+
+def test_windows_that_are_taken_out_do_not_count():
     fresh = filled([3, 8], jaxbuf.Balanced(), freshness=jaxbuf.Freshness(max_use=1))
-    used = fresh.latest(2).slots
-    fresh = fresh.mark_used(used)
-    batch = draws(fresh, 4, 200)
-    assert set(np.asarray(batch.data).ravel().tolist()) == {0, *range(103, 109)}
-    assert np.all(np.sum(np.asarray(batch.data) < 100, axis=(1, 2)) == 2)
-
-
-def test_items_are_one_environment():
-    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), 6, sampler=jaxbuf.Balanced(replacement=False))
-    buffer = buffer.add(jnp.arange(9, dtype=jnp.int32))
-    batch = jaxbuf.sample(buffer, jax.random.key(0), 6)
-    assert sorted(batch.data.tolist()) == [3, 4, 5, 6, 7, 8]
-    with pytest.raises(ValueError, match=re.escape("uses the age of items")):
-        jaxbuf.ItemBuffer.create(
-            jnp.int32(0), 6, sampler=jaxbuf.Balanced(), evictor=jaxbuf.Lowest()
-        )
-
-
-def test_equal_samplers():
-    assert jaxbuf.Balanced(np.bool_(True)) == jaxbuf.Balanced()
-    assert hash(jaxbuf.Balanced(False)) == hash(jaxbuf.Balanced(replacement=False))
+    fresh = fresh.mark_used(fresh.latest(2).slots)
+    drawn = np.asarray(draws(fresh, 4, 200).data)
+    assert set(drawn.ravel().tolist()) == {0, *range(103, 109)}
+    assert np.all(np.sum(drawn < 100, axis=(1, 2)) == 2)
 
 
 # --- By episode
@@ -213,6 +191,8 @@ def uniform_over(*windows):
     return {t: 1 / (len(windows) * len(of)) for of in windows for t in of}
 
 
+# Steps 4 to 19 are held: 2 of the first episode, then 1, 9, and 4 of an open one.
+EXPECTED = uniform_over([4, 5], [6], range(7, 16), range(16, 20))
 CROSSING = {"sequence_length": 3}
 AVOIDING = {"sequence_length": 3, "episodes": jaxbuf.Episodes(boundary="avoid")}
 WHOLE = jaxbuf.Episodes(boundary="avoid", short_windows="never")
@@ -221,8 +201,7 @@ WHOLE = jaxbuf.Episodes(boundary="avoid", short_windows="never")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # Steps 4 to 19 are held: 2 of the first episode, then 1, 9, and 4 of an open one.
-        ({}, uniform_over([4, 5], [6], range(7, 16), range(16, 20))),
+        ({}, EXPECTED),
         (CROSSING, uniform_over([4, 5], [6], range(7, 16), [16, 17])),
         (AVOIDING, uniform_over([4, 5], [6], range(7, 16), [16, 17])),
         (AVOIDING | {"episodes": WHOLE}, uniform_over(range(7, 14), [16, 17])),
@@ -248,84 +227,49 @@ def test_what_has_left_does_not_count():
     buffer = buffer.mark_used(gone, mask=jnp.array([True, True, False]))
     buffer = buffer.remove(gone, mask=jnp.array([False, False, True]))
     check_law(buffer, uniform_over([4, 5], [7, *range(9, 15)], range(16, 20)))
-    again = buffer.end_episodes().add(episodes(1, steps=2))
-    assert sorted(set(draws(again, 64, 10).data["t"].ravel().tolist()))[:3] == [0, 1, 7]
-    dropped = again.drop_newest_episode()
-    assert 1 not in draws(dropped, 64, 10).data["t"].ravel().tolist()
     cleared = buffer.clear(jnp.array([0]))
     assert not cleared.sample(jax.random.key(0), 4).valid.any()
     assert not buffer.clear().sample(jax.random.key(0), 4).valid.any()
 
 
-def test_ends_may_be_those_of_another_field():
-    step = {**STEP, "over": jnp.bool_(False)}
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        step, 1, 16, sampler=BY_EPISODE, episodes=jaxbuf.Episodes(last="over")
-    )
-    steps = episodes(2, 2, 2, steps=8)
-    buffer = buffer.add({**steps, "over": np.isin(steps["t"], [5])})
-    check_law(buffer, uniform_over(range(6), [6, 7]))
-
-
-def test_by_episode_among_others_and_in_wrappers():
-    filled = rings(1).add(episodes(6, 1, 9))
-    expected = uniform_over([4, 5], [6], range(7, 16), range(16, 20))
-    for sampler in (
+@pytest.mark.parametrize(
+    "sampler",
+    [
         jaxbuf.Recent(0.25, 4, BY_EPISODE),
         jaxbuf.Blend((BY_EPISODE, jaxbuf.Recent(1.0, 4)), (0.75, 0.25)),
-    ):
-        buffer = rings(1, sampler=sampler).add(episodes(6, 1, 9))
-        due = {t: 0.75 * p + (t >= 16) / 16 for t, p in expected.items()}
-        drawn, share, _ = law(buffer)
-        np.testing.assert_allclose(share, [due[t] for t in drawn], rtol=1e-6)
-        changed = rings(1, sampler=jaxbuf.Uniform()).add(episodes(6, 1, 9)).with_sampler(sampler)
-        np.testing.assert_array_equal(law(changed)[1], share)
+    ],
+)
+def test_by_episode_among_others(sampler):
+    due = {t: 0.75 * p + (t >= 16) / 16 for t, p in EXPECTED.items()}
+    drawn, share, _ = law(rings(1, sampler=sampler).add(episodes(6, 1, 9)))
+    np.testing.assert_allclose(share, [due[t] for t in drawn], rtol=1e-6)
+    changed = rings(1, sampler=jaxbuf.Uniform()).add(episodes(6, 1, 9)).with_sampler(sampler)
+    np.testing.assert_array_equal(law(changed)[1], share)
+
+
+def test_by_episode_in_wrappers_and_with_weights():
+    filled = rings(1).add(episodes(6, 1, 9))
     drawn, share, _ = law(jaxbuf.Mixture.create([filled, jax.tree.map(jnp.copy, filled)], [1, 1]))
-    np.testing.assert_allclose(share, [expected[t] / 2 for t in drawn], rtol=1e-6)
-    hosted = jaxbuf.Hosted.create(lambda: rings(1)).add(episodes(6, 1, 9))
-    batch, plain = (b.sample(jax.random.key(0), 32) for b in (hosted, filled))
-    np.testing.assert_array_equal(batch.data["t"], plain.data["t"])
-    weights = jaxbuf.importance_weights(filled, plain, 1.0, None)
-    due = [1 / (16 * expected[t]) for t in plain.data["t"][:, 0].tolist()]
+    np.testing.assert_allclose(share, [EXPECTED[t] / 2 for t in drawn], rtol=1e-6)
+    batch = jaxbuf.Hosted.create(lambda: filled).sample(jax.random.key(0), 32)
+    weights = jaxbuf.importance_weights(filled, batch, 1.0, None)
+    due = [1 / (16 * EXPECTED[t]) for t in batch.data["t"][:, 0].tolist()]
     np.testing.assert_allclose(weights, due, rtol=1e-6)
-    mesh = jax.make_mesh((1,), ("d",))
-    with pytest.raises(ValueError, match="does not draw from shards"):
-        jaxbuf.Sharded.create(rings, mesh, "d")
-
-
-def test_by_episode_in_a_scan_and_over_seeds():
-    def run(key):
-        def step(buffer, key):
-            ends = jax.random.bernoulli(key, 0.3, (2, 1))
-            buffer = buffer.add({"t": jnp.zeros((2, 1), jnp.int32), "terminated": ends})
-            return buffer, buffer.sample(key, 8)
-
-        return jax.lax.scan(step, rings(2, 8, 2), jax.random.split(key, 20))
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    together = jax.jit(jax.vmap(run))(keys)
-    jaxbuf.testing.assert_valid(jax.tree.map(lambda leaf: leaf[0], together[0]))
-    for i, key in enumerate(keys):
-        alone, batches = jax.jit(run)(key)
-        one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
-        chex.assert_trees_all_equal(one[0], alone)
-        chex.assert_trees_all_close(one[1], batches, rtol=1e-6)
 
 
 def test_by_episode_is_in_place():
     for boundary in ("cross", "avoid"):
         options = {"episodes": jaxbuf.Episodes(boundary=boundary)}
         buffer = rings(1, 4096, sequence_length=4, **options)
-        jaxbuf.testing.assert_no_copy(lambda b, x: b.add(x), buffer, episodes(2, steps=8))
+        testing.assert_no_copy(lambda b, x: b.add(x), buffer, episodes(2, steps=8))
 
 
 def test_by_episode_is_loaded_into_other_sizes(tmp_path):
     buffer = rings(2, 16, 2).add(both(episodes(6, 1, 9), episodes(3, 4, 5)))
     jaxbuf.save(tmp_path, buffer)
-    for sizes in ({"length": 8}, {"length": 24}, {"num_envs": 1}, {"num_envs": 3}):
-        like = rings(**({"num_envs": 2, "length": 16, "sequence_length": 2} | sizes))
-        loaded = jaxbuf.load(tmp_path, like, resize=True)
-        jaxbuf.testing.assert_valid(loaded)
+    for num_envs, length in ((1, 24), (3, 8)):
+        loaded = jaxbuf.load(tmp_path, rings(num_envs, length, 2), resize=True)
+        testing.assert_valid(loaded)
         every = jnp.arange(loaded.num_slots, dtype=jnp.int32)
         again = loaded.with_episodes(every, every[:0])
         chex.assert_trees_all_equal(loaded, again)
@@ -333,26 +277,28 @@ def test_by_episode_is_loaded_into_other_sizes(tmp_path):
         jaxbuf.load(tmp_path, rings(2, 16, 2, sampler=jaxbuf.Balanced()))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: jaxbuf.Balanced(by="env"), "by is 'env'; choose from ('environment', 'episode')"),
-        (lambda: jaxbuf.Balanced(replacement=False, by="episode"), "replacement is False, but ep"),
-        (lambda: rings(episodes=None), "needs episodes, but episodes is None; create the buffer"),
-        (
+REFUSED = [
+    (lambda: jaxbuf.Balanced(replacement=False, by="episode"), "replacement is False, but ep"),
+    *(
+        (make, "needs episodes, but episodes is None")
+        for make in (
+            lambda: rings(episodes=None),
             lambda: rings(episodes=None, sampler=jaxbuf.Recent(0.5, 1, BY_EPISODE)),
-            "needs episodes, but episodes is None",
-        ),
-        (
-            lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=BY_EPISODE),
-            "needs episodes, which an ItemBuffer does not know; use a TrajectoryBuffer",
-        ),
-        (
             lambda: rings(episodes=None, sampler=jaxbuf.Uniform()).with_sampler(BY_EPISODE),
-            "needs episodes, but episodes is None",
-        ),
-    ],
-)
-def test_where_episodes_cannot_be_drawn(make, message):
+        )
+    ),
+    (
+        lambda: jaxbuf.ItemBuffer.create(jnp.int32(0), 4, sampler=BY_EPISODE),
+        "needs episodes, which an ItemBuffer does not know; use a TrajectoryBuffer",
+    ),
+    (
+        lambda: jaxbuf.Sharded.create(rings, jax.make_mesh((1,), ("d",)), "d"),
+        "does not draw from shards",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_cannot_be_drawn(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
