@@ -96,13 +96,20 @@ def test_the_law_is_that_of_the_papers_while_levels_come_and_go(rule):
     testing.assert_distribution(levels, KEY, law, draws=5000, batch_size=4)
 
 
+def filled(rule, scores, *models):
+    """Levels with these scores, held by the buffer and the models."""
+    seeds = np.arange(len(scores))
+    for model in models:
+        model.insert(seeds.tolist(), scores.tolist())
+    levels = create(rule, len(scores))
+    return levels.add({"seed": jnp.asarray(seeds, jnp.int32)}, score=given(rule, scores))
+
+
 @pytest.mark.parametrize("rule", BY)
 def test_one_level_at_a_time_has_the_law_of_jaxued(rule):
     """Once the levels are there, both count the draws alike."""
-    levels, model = create(rule, 8), twin(rule, 8, count="episodes")
-    seeds, scores = np.arange(8), np.arange(1.0, 9.0)
-    levels = levels.add({"seed": jnp.asarray(seeds, jnp.int32)}, score=given(rule, scores))
-    model.insert(seeds.tolist(), scores.tolist())
+    model = twin(rule, 8, count="episodes")
+    levels = filled(rule, np.arange(1.0, 9.0), model)
     # jaxued counts the levels that are offered as well, one after the other.
     model.clock = 0
     for level in model.levels.values():
@@ -115,52 +122,13 @@ def test_one_level_at_a_time_has_the_law_of_jaxued(rule):
 
 def test_batches_differ_from_jaxued_in_the_stale_part_alone():
     """There each draw of a batch changes the law of the next one; here a batch has one law."""
-    levels = create("rank", 32)
     models = [twin("rank", 32, count) for count in ("batches", "episodes")]
-    seeds, scores = np.arange(32), np.arange(1.0, 33.0)
-    levels = levels.add({"seed": jnp.asarray(seeds, jnp.int32)}, score=given("rank", scores))
-    for model in models:
-        model.insert(seeds.tolist(), scores.tolist())
+    levels = filled("rank", np.arange(1.0, 33.0), *models)
     apart = []
     for seed in range(40):
         levels, batch = play(levels, jax.random.key(seed), 8)
         for model in models:
             model.play(batch.data["seed"].tolist())
-        laws = [model.law(seeds.tolist()) for model in models]
+        apart.append(distance(*(model.law([*range(32)]) for model in models)))
         assert_law(levels, models[0])
-        apart.append(distance(*laws))
     assert 0 < max(apart[5:]) < 0.1 * RHO
-
-
-@pytest.mark.parametrize("rule", BY)
-def test_every_level_is_played_again(rule):
-    """Without the stale part, the level with the lowest score of 32 would wait for ever."""
-    levels = create(rule, 32)
-    seeds, scores = np.arange(32), 2.0 ** np.arange(32)
-    levels = levels.add({"seed": jnp.asarray(seeds, jnp.int32)}, score=given(rule, scores))
-    count = np.zeros(32, int)
-    for seed in range(60):
-        levels, batch = play(levels, jax.random.key(seed), 4)
-        count += np.bincount(batch.data["seed"], minlength=32)
-    assert count.min() >= 1
-    assert count.argmax() == 31
-
-
-def test_a_level_is_held_once_with_its_better_score():
-    levels = create("rank", 4)
-    for seed, score in (([3, 5, 3], [1.0, 2.0, 4.0]), ([5, 3, 3, 7], [6.0, 1.0, 2.0, 0.5])):
-        levels = offer(levels, jnp.array(seed), jnp.array(score))
-    found = dict(zip(levels.data["seed"].tolist(), levels.occupancy.score.tolist(), strict=True))
-    assert {name: score for name, score in found.items() if score > -np.inf} == {
-        3: 4.0,
-        5: 6.0,
-        7: 0.5,
-    }
-    assert levels.size == 3
-    testing.assert_valid(levels)
-
-
-def test_the_better_of_several_rows_counts():
-    levels = create("rank", 4).add({"seed": jnp.array([1])}, score=jnp.array([1.0]))
-    levels = offer(levels, jnp.array([1, 1, 1]), jnp.array([2.0, 9.0, 3.0]))
-    assert levels.occupancy.score[0] == 9
