@@ -21,16 +21,6 @@ def full_but_for(gone, capacity=CAPACITY):
     return jax.jit(fill)(jnp.asarray(gone, jnp.int32))
 
 
-def test_members_before_a_slot():
-    gone = np.random.default_rng(4).permutation(600)[:250]
-    members = np.ones(600, int)
-    members[gone] = 0
-    index = jnp.arange(601, dtype=jnp.int32)
-    until = np.concatenate([[0], members.cumsum()])
-    subset = full_but_for(gone, 600)
-    np.testing.assert_array_equal(jax.jit(Subset.before)(subset, index), until)
-
-
 def test_every_member_is_the_rank_th_one():
     gone = [0, 3, 4, 17, 39]
     subset = full_but_for(gone)
