@@ -110,7 +110,7 @@ from jaxbuf.wrappers.hosted import Hosted
 from jaxbuf.wrappers.mixture import Mixture
 from jaxbuf.wrappers.sharded.sharded import Sharded
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "Advantages",
