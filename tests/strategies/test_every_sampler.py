@@ -179,19 +179,6 @@ def test_an_empty_buffer_and_clear(name):
         assert after.add(jnp.arange(2), **given).sample(KEY, 2).valid.all()
 
 
-# `test_distinct.py` asks Softmax.
-@pytest.mark.parametrize("kind", [jaxbuf.RankBased, jaxbuf.Staleness])
-def test_draws_without_replacement_have_the_law_of_successive_draws(kind):
-    buffer = drawn_from(kind(replacement=False))
-    # Some were drawn just now, and others wait for a while.
-    buffer = buffer.next_batch(jax.random.key(1), 2)[0].next_batch(jax.random.key(2), 2)[0]
-    law = reference.successive_law(law_of(buffer)[:7], 2)
-    keys = jax.random.split(KEY, 20_000)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda key: buffer.sample(key, 2)))(keys).data)
-    found = np.array([np.sum((drawn == order).all(1)) for order in law])
-    assert_counts(found, np.array([*law.values()]) * len(drawn))
-
-
 @pytest.mark.parametrize("name", ["shuffled", "softmax", "blend-of-many", "recent-distinct"])
 def test_a_hosted_buffer_draws_what_the_buffer_does(name):
     buffer = drawn_from(SAMPLERS[name])
