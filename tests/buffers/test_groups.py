@@ -4,7 +4,6 @@ import collections
 import itertools
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,16 +46,6 @@ def test_di_engine_padding():
     assert batch.data["group"].shape == batch.valid.shape == (4, 3)
     assert sorted(rows(batch)) == [(0, [0, 2, 8]), (1, [1, 3, 9]), (4, [4, 6]), (5, [5, 7])]
     assert int(batch.ignored) == 0
-
-
-def test_di_engine_group_sample():
-    """Groups of 4 and 6, five of each in order: one is padded by one, the other is full."""
-    buffer = filled([0] * 4 + [1] * 6)
-    for seed in range(4):
-        batch = jaxbuf.sample_groups(buffer, jax.random.key(seed), 2, num_groups=2, size=5)
-        found = dict(rows(batch))
-        assert found[0] == [0, 1, 2, 3]
-        assert found[1] in ([4, 5, 6, 7, 8], [5, 6, 7, 8, 9])
 
 
 @pytest.mark.parametrize("order", ["age", "random"])
@@ -102,37 +91,44 @@ def test_random_buffers_agree_with_lists(order, evictor):
         )
 
 
-def frequencies(members, draws, **options):
-    buffer = filled(members)
+# The groups of the items, the arguments, what is looked at, and all that it may be.
+EVEN = {
+    "groups": (
+        [0, 0, 0, 0, 2, 3, 3],
+        {"groups": 2, "num_groups": 5, "size": 2, "replacement": True},
+        lambda batch: batch.group,
+        itertools.product((0, 2, 3), repeat=2),
+    ),
+    "distinct groups": (
+        [0, 0, 0, 0, 2, 3, 3],
+        {"groups": 2, "num_groups": 5, "size": 2},
+        lambda batch: batch.group,
+        itertools.permutations((0, 2, 3), 2),
+    ),
+    "items in random order": (
+        [1, 1, 1, 0, 1],
+        {"groups": jnp.array([1]), "num_groups": 2, "size": 2, "order": "random"},
+        lambda batch: batch.data["info"]["time"][:, 0],
+        itertools.permutations((0, 1, 2, 4), 2),
+    ),
+    "runs of items": (
+        [0] * 6,
+        {"groups": 1, "num_groups": 1, "size": 3},
+        lambda batch: batch.data["info"]["time"][:, 0],
+        [(start, start + 1, start + 2) for start in range(4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EVEN)
+def test_all_that_may_come_is_equally_likely(case):
+    groups, options, look, outcomes = EVEN[case]
+    buffer = filled(groups)
     draw = jax.jit(jax.vmap(lambda key: jaxbuf.sample_groups(buffer, key, **options)))
-    return draw(jax.random.split(jax.random.key(3), draws))
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-def test_groups_are_equally_likely(replacement):
-    batch = frequencies(
-        [0, 0, 0, 0, 2, 3, 3], 2000, groups=2, num_groups=5, size=2, replacement=replacement
-    )
-    pairs = collections.Counter(map(tuple, batch.group.tolist()))
-    expected = [(a, b) for a in (0, 2, 3) for b in (0, 2, 3) if replacement or a != b]
-    assert set(pairs) == set(expected)
-    assert stats.chisquare([pairs[pair] for pair in expected]).pvalue > 1e-3
-
-
-def test_random_order_is_uniform():
-    batch = frequencies(
-        [1, 1, 1, 0, 1], 2400, groups=jnp.array([1]), num_groups=2, size=2, order="random"
-    )
-    pairs = collections.Counter(map(tuple, batch.data["info"]["time"][:, 0].tolist()))
-    assert len(pairs) == 12
-    assert stats.chisquare(list(pairs.values())).pvalue > 1e-3
-
-
-def test_windows_of_a_group_are_equally_likely():
-    batch = frequencies([0] * 6, 1200, groups=1, num_groups=1, size=3)
-    starts = collections.Counter(batch.data["info"]["time"][:, 0, 0].tolist())
-    assert set(starts) == {0, 1, 2, 3}
-    assert stats.chisquare(list(starts.values())).pvalue > 1e-3
+    batch = draw(jax.random.split(jax.random.key(3), 2400))
+    found = collections.Counter(map(tuple, look(batch).tolist()))
+    assert set(found) == set(outcomes)
+    assert stats.chisquare(list(found.values())).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("size", [1, 3, 40])
@@ -148,11 +144,14 @@ def test_blocks_of_any_size_agree_with_lists(size):
     for row, (number, times) in enumerate(rows(drawn)):
         assert number == wanted[row]
         assert len(set(times)) == len(times) == (0 if number == 6 else size)
-        assert np.all(group[times] == number)
-    draw = jax.jit(
-        jax.vmap(lambda key: jaxbuf.sample_groups(buffer, key, wanted, num_groups=9, size=size))
+    # Under vmap the buffers may differ, too.
+    lanes = jax.tree.map(lambda leaf: jnp.stack([jnp.zeros_like(leaf), leaf]), buffer)
+    draw = jax.vmap(
+        lambda buffer, key: jaxbuf.sample_groups(buffer, key, wanted, num_groups=9, size=size)
     )
-    for batch in np.asarray(draw(jax.random.split(jax.random.key(1), 20)).data["info"]["time"]):
+    draw = jax.jit(jax.vmap(draw, in_axes=(None, 0)))
+    keys = jax.random.split(jax.random.key(1), (20, 2))
+    for _, batch in np.asarray(draw(lanes, keys).data["info"]["time"]):
         for row in (0, 2, 3, 4, 5):
             times = np.flatnonzero(group == wanted[row])
             first = np.flatnonzero(times == batch[row, 0])[0]
@@ -171,27 +170,18 @@ def test_nothing_sorts_all_slots(groups, order):
     assert "stablehlo.sort" not in lowered.as_text()
 
 
-def test_alone_in_jit_and_under_vmap_agree():
-    buffer = filled([0, 1, 1, 2, 2, 2, 0])
-
-    def draw(buffer, key):
-        return jaxbuf.sample_groups(buffer, key, 4, num_groups=3, size=2, order="random")
-
-    expected = draw(buffer, jax.random.key(1))
-    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), buffer)
-    keys = jnp.stack([jax.random.key(0), jax.random.key(1)])
-    for actual in (
-        jax.jit(draw)(buffer, jax.random.key(1)),
-        jax.tree.map(lambda leaf: leaf[1], jax.jit(jax.vmap(draw))(lanes, keys)),
-    ):
-        chex.assert_trees_all_equal(actual, expected)
-
-
 @pytest.mark.parametrize("order", ["age", "random"])
 def test_padding_with_random_items_of_the_group_as_in_di_engine(order):
     """Groups of 3, 3, 2 and 2 padded to 5; what was there without padding comes first."""
     buffer = filled([i & 5 for i in range(10)])
     groups = jnp.array([0, 1, 2, 4, 5])
+    # A group that is full has no padding.
+    full = jaxbuf.sample_groups(
+        buffer, jax.random.key(0), groups[:1], num_groups=6, size=2, order=order, padding="random"
+    )
+    times = full.data["info"]["time"][0].tolist()
+    assert set(times) < {0, 2, 8}
+    assert times[0] < times[1] or order == "random"
     draw = jax.jit(
         jax.vmap(
             lambda key: jaxbuf.sample_groups(
@@ -215,18 +205,6 @@ def test_padding_with_random_items_of_the_group_as_in_di_engine(order):
         joint = collections.Counter(map(tuple, pads.tolist()))
         assert set(joint) == set(itertools.product(members, repeat=5 - len(members)))
         assert stats.chisquare(list(joint.values())).pvalue > 1e-3
-
-
-def test_padding_leaves_full_groups_alone():
-    buffer = filled([0] * 6 + [1] * 2)
-    for seed in range(3):
-        batch = jaxbuf.sample_groups(
-            buffer, jax.random.key(seed), 2, num_groups=2, size=4, padding="random"
-        )
-        found = dict(rows(batch))
-        assert found[0] == list(range(found[0][0], found[0][0] + 4))
-        assert found[1][:2] == [6, 7]
-        assert set(found[1][2:]) <= {6, 7}
 
 
 def test_an_empty_buffer_and_groups_that_do_not_exist():
