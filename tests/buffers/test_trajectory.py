@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 import jaxbuf
+from jaxbuf import testing
 
 REVEAL = jaxbuf.Uniform(replacement=False)
 REVEAL_PRIORITIES = jaxbuf.Prioritized(alpha=1.0, replacement=False)
 EXAMPLE = {"obs": jax.ShapeDtypeStruct((2,), jnp.float32), "t": jax.ShapeDtypeStruct((), jnp.int32)}
 
 
-def create(num_envs, length, sequence_length=1, period=1, sampler=REVEAL, example=EXAMPLE):
+def create(num_envs, length, sequence_length=1, sampler=REVEAL, **options):
     return jaxbuf.TrajectoryBuffer.create(
-        example, num_envs, length, sequence_length=sequence_length, period=period, sampler=sampler
+        EXAMPLE, num_envs, length, sequence_length=sequence_length, sampler=sampler, **options
     )
 
 
@@ -29,53 +29,23 @@ def steps(t):
     return {"obs": jnp.stack([real, -real], axis=-1), "t": t}
 
 
-def floats(*values):
-    return jnp.array(values, jnp.float32)
-
-
 def reveal(buffer):
-    """``{index: (steps, probability, generation)}`` of a buffer without replacement."""
-    slots = buffer.capacity // buffer.period
-    sample = jaxbuf.sample(buffer, jax.random.key(0), slots)
-    valid = np.asarray(sample.valid)
-    t = np.asarray(sample.data["t"])
-    np.testing.assert_array_equal(sample.data["obs"], np.stack([t, -t], axis=-1))
-    index = np.asarray(sample.slots.index)
-    assert len(set(index[valid].tolist())) == valid.sum()
-    np.testing.assert_array_equal(index[~valid], buffer.capacity)
-    np.testing.assert_array_equal(np.asarray(sample.probability)[~valid], 0.0)
-    rows = zip(t, np.asarray(sample.probability), np.asarray(sample.slots.generation), strict=True)
-    return {
-        int(i): (row[0].tolist(), float(row[1]), int(row[2]))
-        for i, row, legal in zip(index, rows, valid, strict=True)
-        if legal
-    }
+    """All windows of a buffer without replacement, sorted by their first steps."""
+    sample = jax.device_get(jaxbuf.sample(buffer, jax.random.key(0), buffer.capacity))
+    rows = np.flatnonzero(sample.valid)
+    rows = rows[np.argsort(sample.data["t"][rows, 0])]
+    return jax.tree.map(lambda leaf: leaf[rows], sample)
 
 
 def windows(buffer):
-    return {index: row[0] for index, row in sorted(reveal(buffer).items())}
-
-
-def priorities(buffer):
-    """``{first step: probability}``."""
-    return {row[0][0]: row[1] for row in reveal(buffer).values()}
-
-
-def slots_of(buffer, *first):
-    """Handles of the windows that start with these steps, in the order asked for."""
-    found = {row[0][0]: (index, row[2]) for index, row in reveal(buffer).items()}
-    rows = [found[t] for t in first]
-    return jaxbuf.Slots(
-        index=jnp.array([row[0] for row in rows], jnp.int32),
-        generation=jnp.array([row[1] for row in rows], jnp.uint32),
-    )
+    """``{index: steps}``."""
+    found = reveal(buffer)
+    return dict(zip(found.slots.index.tolist(), found.data["t"].tolist(), strict=True))
 
 
 def test_windows_of_another_length_with_recent_ones_and_ignored_steps():
     sampler = jaxbuf.Recent(ratio=1.0, steps=2)
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        EXAMPLE, 1, 8, sequence_length=3, num_earliest_ignored=2, sampler=sampler
-    )
+    buffer = create(1, 8, 3, sampler, num_earliest_ignored=2)
     buffer = jaxbuf.add(buffer, steps(np.arange(10)[None]))
     for size, first in ((1, [8, 9]), (3, [6, 7]), (5, [4, 5]), (6, [4, 4])):
         batch = jaxbuf.sample(buffer, jax.random.key(0), 2, sequence_length=size)
@@ -86,9 +56,7 @@ def test_windows_of_another_length_with_recent_ones_and_ignored_steps():
 def test_rows_of_some_environments_are_those_of_all_with_a_mask(rows):
     freshness = jaxbuf.Freshness(max_staleness=9)
     random = np.random.default_rng(rows)
-    few = every = jaxbuf.TrajectoryBuffer.create(
-        EXAMPLE, 5, 4, sequence_length=2, sampler=REVEAL_PRIORITIES, freshness=freshness
-    )
+    few = every = create(5, 4, 2, REVEAL_PRIORITIES, freshness=freshness)
     shape = (5, rows) if rows else (5,)
     add_to_all = jax.jit(lambda buffer, rows, given: buffer.add(rows, **given))
     for i in range(6):
@@ -113,20 +81,14 @@ def test_rows_of_some_environments_are_those_of_all_with_a_mask(rows):
         chex.assert_trees_all_equal(few, every)
 
 
-def test_env_ids_with_masks_and_under_jit():
+def test_numbers_of_environments_that_are_traced():
+    """Those that do not exist are left out, and the first of equal ones counts."""
     buffer = create(3, 4)
-    add = jax.jit(
-        lambda buffer, ids, mask: buffer.add(steps([[0, 1], [2, 3]]), env_ids=ids, mask=mask)
-    )
-    both = jnp.array([True, True])
-    assert windows(add(buffer, jnp.array([2, 0]), both)) == {0: [2], 1: [3], 8: [0], 9: [1]}
-    assert windows(add(buffer, jnp.array([2, 0]), ~both)) == {}
-    assert windows(add(buffer, jnp.array([-1, 3]), both)) == {}
-    assert windows(add(buffer, jnp.array([1, 1]), both)) == {4: [2], 5: [3]}
-    vmapped = jax.jit(jax.vmap(add, in_axes=(None, 0, None)))(
-        buffer, jnp.array([[2, 0], [1, 2]]), both
-    )
-    second = jax.tree.map(lambda leaf: leaf[1], vmapped)
+    add = jax.jit(lambda ids: buffer.add(steps([[0, 1], [2, 3]]), env_ids=ids))
+    assert windows(add(jnp.array([2, 0]))) == {0: [2], 1: [3], 8: [0], 9: [1]}
+    assert windows(add(jnp.array([-1, 3]))) == {}
+    assert windows(add(jnp.array([1, 1]))) == {4: [2], 5: [3]}
+    second = jax.tree.map(lambda leaf: leaf[1], jax.vmap(add)(jnp.array([[2, 0], [1, 2]])))
     assert windows(second) == {4: [0], 5: [1], 8: [2], 9: [3]}
 
 
@@ -166,37 +128,27 @@ def test_a_generation_wraps_with_the_laps():
     last = buffer.occupancy.replace(lap=jnp.array([2**32 - 1], jnp.uint32))
     buffer = buffer.replace(occupancy=last)
     buffer = jaxbuf.add(buffer, steps([[0, 1, 2, 3, 4, 5]]))
-    old = slots_of(buffer, 2)
-    assert {row[2] for row in reveal(buffer).values()} == {0, 2**32 - 1}
-    buffer = jaxbuf.update_priority(buffer, old, floats(2.0))
-    assert priorities(buffer) == pytest.approx({2: 0.5, 3: 0.25, 4: 0.25})
+    slots = reveal(buffer).slots
+    assert slots.generation.tolist() == [2**32 - 1, 2**32 - 1, 0]
+    oldest = jax.tree.map(lambda leaf: leaf[:1], slots)
+    found = reveal(jaxbuf.update_priority(buffer, oldest, jnp.array([2.0])))
+    assert found.data["t"].tolist() == [[2, 3], [3, 4], [4, 5]]
+    np.testing.assert_allclose(found.probability, [0.5, 0.25, 0.25], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        jaxbuf.Uniform(),
-        REVEAL,
-        jaxbuf.Prioritized(),
-        REVEAL_PRIORITIES,
-        jaxbuf.Prioritized(uniform_mix=1.0),
-    ],
-)
-@pytest.mark.parametrize("held", [0, 2])
-def test_underfull_gives_an_invalid_sample(sampler, held):
+# The machines of windows draw without replacement.
+@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized(uniform_mix=1.0)])
+def test_underfull_gives_an_invalid_sample(sampler):
     buffer = create(2, 6, 3, sampler=sampler)
-    if held:
-        buffer = jaxbuf.add(buffer, steps(jnp.arange(2 * held).reshape(2, held)))
-    sample = jaxbuf.sample(buffer, jax.random.key(0), 4)
-    np.testing.assert_array_equal(sample.valid, False)
-    np.testing.assert_array_equal(sample.probability, 0.0)
-    np.testing.assert_array_equal(sample.slots.index, buffer.capacity)
-    chex.assert_shape(sample.data["obs"], (4, 3, 2))
-    assert not buffer.can_sample()
-    chex.assert_tree_all_finite(buffer.metrics())
-    if sampler.uses_priority:
-        buffer = jaxbuf.update_priority(buffer, sample.slots, jnp.full(4, 9.0))
-        assert buffer.metrics()["priority_max"] == 0.0
+    for held in (0, 2):
+        sample = jaxbuf.sample(buffer, jax.random.key(0), 4)
+        assert (buffer.size, bool(buffer.can_sample())) == (2 * held, False)
+        np.testing.assert_array_equal(sample.valid, False)
+        np.testing.assert_array_equal(sample.probability, 0.0)
+        np.testing.assert_array_equal(sample.slots.index, buffer.capacity)
+        chex.assert_shape(sample.data["obs"], (4, 3, 2))
+        chex.assert_tree_all_finite(buffer.metrics())
+        buffer = jaxbuf.add(buffer, steps(jnp.arange(4).reshape(2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -214,46 +166,33 @@ def test_frequencies_are_the_probabilities(sampler, masses):
     t = jnp.arange(24).reshape(3, 8)
     buffer = jaxbuf.add(buffer, steps(t), mask=mask)
     starts = [2, 3, 4, 5, 16, 17, 18]
+    slots = buffer.slots_at(jnp.array([0, 0, 0, 0, 2, 2, 2]), jnp.array(starts) % 8)
     if sampler.uses_priority:
-        twin = create(3, 6, 3).replace(occupancy=buffer.occupancy, data=buffer.data)
-        slots = slots_of(twin, *starts)
-        buffer = jaxbuf.update_priority(buffer, slots, floats(*masses))
-    keys = jax.random.split(jax.random.key(5), 200)
-    sample = jax.jit(jax.vmap(lambda key: buffer.sample(key, 50)))(keys)
-    drawn = np.asarray(sample.data["t"][..., 0]).ravel()
-    counts = np.array([(drawn == start).sum() for start in starts])
-    assert counts.sum() == drawn.size
-    share = np.array(masses) / np.sum(masses)
-    probability = dict(zip(drawn.tolist(), np.asarray(sample.probability).ravel(), strict=True))
-    for start, expected in zip(starts, share, strict=True):
-        assert probability.get(start, 0.0) == pytest.approx(expected, rel=1e-6)
-    some = share > 0
-    assert counts[~some].sum() == 0
-    assert stats.chisquare(counts[some], share[some] * drawn.size).pvalue > 1e-3
+        buffer = jaxbuf.update_priority(buffer, slots, jnp.array(masses, jnp.float32))
+    known, law = buffer.get(slots), np.zeros(buffer.capacity)
+    law[slots.index] = np.array(masses) / np.sum(masses)
+    assert known.data["t"][:, 0].tolist() == starts
+    np.testing.assert_allclose(known.probability, law[slots.index], rtol=1e-6)
+    testing.assert_distribution(
+        buffer, jax.random.key(5), law, draws=200, batch_size=50, significance=1e-3
+    )
 
 
 def test_many_rings_are_all_reached():
-    buffer = create(300, 2)
     mask = np.arange(300) % 3 > 0
-    buffer = jaxbuf.add(buffer, steps(np.arange(300)), mask=mask)
-    assert sorted(row[0] for row in windows(buffer).values()) == np.flatnonzero(mask).tolist()
+    buffer = jaxbuf.add(create(300, 2), steps(np.arange(300)), mask=mask)
+    assert reveal(buffer).data["t"][:, 0].tolist() == np.flatnonzero(mask).tolist()
 
 
 def test_importance_weights_count_windows():
-    buffer = create(2, 4, 2, sampler=jaxbuf.Prioritized(alpha=1.0, replacement=False))
+    buffer = create(2, 4, 2, REVEAL_PRIORITIES)
     priority = jnp.array([[9.0, 1.0, 2.0], [9.0, 4.0, 8.0]])
     buffer = jaxbuf.add(buffer, steps(jnp.arange(6).reshape(2, 3)), priority=priority)
-    sample = jaxbuf.sample(buffer, jax.random.key(0), 4)
-    order = np.argsort(np.asarray(sample.probability))
-    share = np.array([1.0, 2.0, 4.0, 8.0]) / 15
-    raw = (4 * share) ** -0.4
-    for normalize, expected in (
-        (None, raw),
-        ("batch", raw / raw.max()),
-        ("buffer", raw / raw.max()),
-    ):
+    sample = reveal(buffer)
+    raw = (4 * np.array([1.0, 2.0, 4.0, 8.0]) / 15) ** -0.4
+    for normalize, most in ((None, 1.0), ("batch", raw.max()), ("buffer", raw.max())):
         weights = jaxbuf.importance_weights(buffer, sample, 0.4, normalize)
-        np.testing.assert_allclose(np.asarray(weights)[order], expected, rtol=1e-5)
+        np.testing.assert_allclose(weights, raw / most, rtol=1e-5)
 
 
 BAD_CONFIGURATIONS = [
@@ -278,17 +217,13 @@ BAD_ADDS = [
     (lambda s: {**s, "t": s["t"][:, 0]}, {}, "steps['t'] has shape (2,); expected (2, T)"),
     (lambda s: {**s, "t": s["t"][:1]}, {}, "steps['t'] has shape (1, 3); expected (2, T)"),
     (lambda s: {**s, "t": s["t"].astype(jnp.int16)}, {}, "steps['t'] has dtype int16"),
-    (lambda s: {"obs": s["obs"]}, {}, "steps['t'] is missing"),
     (lambda s: s, {"mask": jnp.ones((2, 2), bool)}, "mask has shape (2, 2); expected (2, 3)"),
-    (lambda s: s, {"mask": jnp.ones((2, 3))}, "mask has dtype float32"),
     (lambda s: s, {"priority": jnp.ones(2)}, "priority has shape (2,); expected (2, 3)"),
-    (lambda s: s, {"priority": jnp.ones((2, 3), jnp.complex64)}, "priority has dtype complex64"),
     (lambda s: s, {"env_ids": jnp.array([0])}, "steps['obs'] has shape (2, 3, 2); expected (1, T,"),
     (lambda s: s, {"env_ids": [0, 2]}, "env_ids has 2; expected numbers from 0 to num_envs - 1"),
     (lambda s: s, {"env_ids": [-1, 1]}, "env_ids has -1; expected numbers from 0"),
     (lambda s: s, {"env_ids": jnp.array([1, 1])}, "env_ids has 1 twice; expected different"),
     (lambda s: s, {"env_ids": 1}, "env_ids has shape (); expected (K,)"),
-    (lambda s: s, {"env_ids": [0.0, 1.0]}, "env_ids has dtype float64; expected integers"),
     (
         lambda s: s,
         {"env_ids": [0, 1], "priority": jnp.ones(3)},
@@ -308,7 +243,7 @@ BAD_ADDS = [
     ],
 )
 def test_bad_windows_of_another_length(options, size, message):
-    buffer = jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, 6, sequence_length=2, **options)
+    buffer = create(2, 6, 2, jaxbuf.Uniform(), **options)
     with pytest.raises(ValueError, match=re.escape(message)):
         buffer.sample(jax.random.key(0), 1, sequence_length=size)
     assert buffer.sample(jax.random.key(0), 1, sequence_length=2).data["t"].shape == (1, 2)
@@ -322,33 +257,13 @@ def test_bad_adds(change, options, message):
         buffer.add(rows, **options)
 
 
-LARGE = (8, 4096, 4)
-
-
-def large(sampler):
-    example = {"obs": jnp.zeros(17)}
-    return jaxbuf.TrajectoryBuffer.create(
-        example, LARGE[0], LARGE[1], sequence_length=LARGE[2], sampler=sampler
-    )
-
-
 def test_state_takes_few_bytes_per_step():
-    buffer = large(jaxbuf.Prioritized())
+    buffer = jaxbuf.TrajectoryBuffer.create(
+        {"obs": jnp.zeros(17)}, 8, 4096, sequence_length=4, sampler=jaxbuf.Prioritized()
+    )
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer))
     data = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.data))
     assert total - data <= 5.1 * buffer.capacity
-
-
-def test_leaves_of_no_elements_are_stored_and_accumulated():
-    example = {"obs": jnp.zeros(3), "nothing": jnp.zeros(0), "terminated": jnp.bool_(False)}
-    rollout = jax.tree.map(lambda leaf: jnp.ones((2, 6, *leaf.shape), leaf.dtype), example)
-    buffer = create(2, 8, sequence_length=3, example=example)
-    buffer = jaxbuf.add(buffer, rollout)
-    chex.assert_shape(jaxbuf.sample(buffer, jax.random.key(0), 4).data["nothing"], (4, 3, 0))
-    accumulator = jaxbuf.EpisodeAccumulator.create(example, num_envs=2, max_length=4)
-    _, episodes, done = accumulator.add(jax.tree.map(lambda leaf: leaf[:, :1], rollout))
-    assert done.all()
-    assert episodes.steps["nothing"].shape[1:] == (4, 0)
 
 
 def test_what_leaves_decides_what_it_costs():
