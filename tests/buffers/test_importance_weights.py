@@ -1,7 +1,5 @@
 """Importance weights against float64, in every normalization."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -80,56 +78,6 @@ def test_weights_are_those_of_float64(name):
             np.testing.assert_array_equal(weights[~valid], 0.0)
 
 
-def test_batch_is_the_default():
-    buffer = filled(SAMPLERS["proportional"], PRIORITIES)
-    sample = draw(buffer, 4, seed=3)
-    weights = jaxbuf.importance_weights(buffer, sample, 0.5)
-    np.testing.assert_array_equal(
-        weights, jaxbuf.importance_weights(buffer, sample, 0.5, normalize="batch")
-    )
-    assert weights.max() == 1.0
-
-
-def test_batch_and_buffer_differ_when_the_rarest_item_was_not_drawn():
-    buffer = filled(jaxbuf.Prioritized(alpha=1.0), (1.0, 100.0, 100.0))
-    sample = draw(buffer, 3)
-    assert 0 not in np.asarray(sample.data)
-    batch, whole = (
-        jaxbuf.importance_weights(buffer, sample, 0.5, normalize=n) for n in ("batch", "buffer")
-    )
-    np.testing.assert_allclose(batch, 1.0, rtol=1e-6)
-    np.testing.assert_allclose(whole, 0.1, rtol=1e-6)
-
-
-def test_buffer_normalization_follows_every_change_exactly():
-    """The smallest mass rises, falls, is evicted and cleared; the divisor follows at once."""
-    buffer = filled(jaxbuf.Prioritized(alpha=1.0, replacement=False), (4.0, 1.0, 2.0))
-
-    def assert_divisor(buffer, smallest):
-        sample = draw(buffer, 3)
-        valid = np.asarray(sample.valid)
-        weights = jaxbuf.importance_weights(buffer, sample, 1.0, normalize="buffer")
-        probability = np.asarray(sample.probability, np.float64)[valid]
-        np.testing.assert_allclose(weights[valid], smallest / probability, rtol=1e-6)
-
-    assert_divisor(buffer, 1 / 7)
-    slots = draw(buffer, 3).slots
-    order = np.argsort(np.asarray(slots.index))
-    slots = jax.tree.map(lambda leaf: leaf[order], slots)
-    buffer = jaxbuf.update_priority(buffer, slots, jnp.array([4.0, 6.0, 2.0], jnp.float32))
-    assert_divisor(buffer, 2 / 12)
-    buffer = jaxbuf.update_priority(buffer, slots, jnp.array([4.0, 0.0, 2.0], jnp.float32))
-    assert_divisor(buffer, 2 / 6)
-    buffer = jaxbuf.update_priority(buffer, slots, jnp.array([0.5, 0.0, 2.0], jnp.float32))
-    assert_divisor(buffer, 0.5 / 2.5)
-    buffer = jaxbuf.add(buffer, jnp.array([7], jnp.int32), priority=jnp.array([3.0], jnp.float32))
-    assert_divisor(buffer, 2 / 5)
-    buffer = jaxbuf.add(
-        buffer.clear(), jnp.array([8, 9], jnp.int32), priority=jnp.array([3.0, 9.0], jnp.float32)
-    )
-    assert_divisor(buffer, 3 / 12)
-
-
 def test_the_probability_is_exact_where_all_priorities_are_zero():
     """Also where the rounded shares of mass and mix would not add up to it."""
     buffer = filled(jaxbuf.Prioritized(uniform_mix=0.3), [0.0] * 8, capacity=40)
@@ -152,26 +100,29 @@ def test_items_without_priorities_or_all_of_0_weigh_one(sampler):
         np.testing.assert_allclose(weights, 1.0, rtol=1e-6)
 
 
-def test_extreme_shares_stay_finite():
-    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
-    buffer = filled(sampler, (1e-6, 1e6, 1.0, 0.0))
-    sample = draw(buffer, 6)
-    for weights in every_weight(buffer, sample, jnp.float32(1)).values():
-        chex.assert_tree_all_finite(weights)
-        np.testing.assert_array_equal(weights > 0, sample.valid)
+DISTINCT = SAMPLERS["without-replacement"]
 
 
-@pytest.mark.parametrize("blended", [False, True])
-def test_a_probability_that_underflows_gives_finite_weights(blended):
-    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
-    buffer = filled(jaxbuf.Blend((sampler,), (1,)) if blended else sampler, (1e28, 1e-35, 1e-20))
-    sample = draw(buffer, 3)
+@pytest.mark.parametrize(
+    ("sampler", "priorities"),
+    [
+        (DISTINCT, (1e-6, 1e6, 1.0, 0.0)),
+        (DISTINCT, (1e28, 1e-35, 1e-20)),
+        (jaxbuf.Blend((DISTINCT,), (1,)), (1e28, 1e-35, 1e-20)),
+        # Only the first is ever drawn.
+        (SAMPLERS["proportional"], (1e28, 1e-35)),
+    ],
+)
+def test_probabilities_that_underflow_give_finite_weights(sampler, priorities):
+    buffer, some = filled(sampler, priorities), np.count_nonzero(priorities)
+    sample = draw(buffer, some)
     assert sample.valid.all()
     assert (sample.probability > 0).all()
-    assert buffer.can_sample(3)
-    for weights in every_weight(buffer, sample, jnp.float32(1)).values():
+    assert buffer.can_sample(some)
+    for normalize, weights in every_weight(buffer, sample, jnp.float32(1)).items():
         chex.assert_tree_all_finite(weights)
         assert (weights > 0).all()
+        assert normalize != "buffer" or (weights <= 1).all()
 
 
 def test_probability_is_that_of_the_time_of_sampling():
@@ -187,9 +138,13 @@ def test_probability_is_that_of_the_time_of_sampling():
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-6)
 
 
-def test_beta_is_annealed_without_a_retrace():
+def test_beta_is_any_kind_of_number_and_annealed_without_a_retrace():
     buffer = filled(SAMPLERS["default"], PRIORITIES)
     sample = draw(buffer)
+    expected = jaxbuf.importance_weights(buffer, sample, jnp.float32(0.4), normalize="batch")
+    for beta in (0.4, np.float32(0.4), np.float64(0.4)):
+        weights = jaxbuf.importance_weights(buffer, sample, beta)
+        np.testing.assert_array_equal(weights, expected)
     chex.clear_trace_counter()
 
     @jax.jit
@@ -207,56 +162,14 @@ def test_beta_is_annealed_without_a_retrace():
         )
 
 
-@pytest.mark.parametrize("beta", [0.4, np.float32(0.4), np.float64(0.4)])
-def test_beta_may_be_any_kind_of_number(beta):
-    buffer = filled(SAMPLERS["default"], PRIORITIES)
-    sample = draw(buffer)
-    np.testing.assert_array_equal(
-        jaxbuf.importance_weights(buffer, sample, beta),
-        jaxbuf.importance_weights(buffer, sample, jnp.float32(0.4)),
-    )
-
-
 def test_weights_are_vmapped_lane_by_lane():
-    sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)
-    buffers = [filled(sampler, p) for p in ((1.0, 2.0, 0.0), (5.0, 1.0, 1.0), (0.0, 0.0, 0.0))]
-    lanes = jax.tree.map(lambda *leaves: jnp.stack(leaves), *buffers)
-    keys = jax.random.split(jax.random.key(0), 3)
-
-    @jax.jit
-    def weigh(buffer, key):
-        sample = buffer.sample(key, 4)
-        return [
-            jaxbuf.importance_weights(buffer, sample, 0.6, normalize=normalize)
-            for normalize in NORMALIZATIONS
-        ]
-
-    together = jax.jit(jax.vmap(weigh))(lanes, keys)
-    for lane, buffer in enumerate(buffers):
-        for several, alone in zip(together, weigh(buffer, keys[lane]), strict=True):
-            np.testing.assert_allclose(several[lane], alone, rtol=2e-6)
-
-
-def test_weights_undo_the_bias_of_sampling():
-    """With beta 1 and no normalization the weighted mean estimates the plain mean."""
-    value = np.array([3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0], np.float32)
-    priorities = np.array([0.5, 0.7, 3.0, 1.0, 8.0, 0.25, 2.0])
-    buffer = filled(jaxbuf.Prioritized(alpha=1.0), priorities)
-    sample = draw(buffer, 70_000)
-    weights = jaxbuf.importance_weights(buffer, sample, 1.0, normalize=None)
-    estimate = float((np.asarray(weights, np.float64) * value[np.asarray(sample.data)]).mean())
-    share = priorities / priorities.sum()
-    deviation = np.sqrt(((value / (7 * share)) ** 2 * share).sum() / 70_000)
-    assert abs(estimate - value.mean()) < 4 * deviation
-
-
-def test_weights_are_at_most_one_if_the_least_probability_underflows():
-    buffer = jaxbuf.ItemBuffer.create(
-        jnp.int32(0), 4, sampler=jaxbuf.Prioritized(alpha=1.0, epsilon=0.0)
-    ).add(jnp.arange(2, dtype=jnp.int32), priority=jnp.array([1e-35, 1e28]))
-    batch = buffer.sample(jax.random.key(0), 8)
-    weights = jaxbuf.importance_weights(buffer, batch, 1.0, normalize="buffer")
-    assert (weights <= 1).all()
+    buffers = [filled(DISTINCT, p) for p in ((1.0, 2.0, 0.0), (5.0, 1.0, 1.0), (0.0, 0.0, 0.0))]
+    pairs = [(buffer, draw(buffer, 4)) for buffer in buffers]
+    lanes = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
+    together = jax.jit(jax.vmap(every_weight, in_axes=(0, 0, None)))(*lanes, jnp.float32(0.6))
+    alone = [every_weight(*pair, jnp.float32(0.6)) for pair in pairs]
+    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
+    chex.assert_trees_all_close(together, expected, rtol=2e-6)
 
 
 def test_an_item_that_is_never_drawn_has_no_weight():
@@ -270,25 +183,17 @@ def test_an_item_that_is_never_drawn_has_no_weight():
         np.testing.assert_array_equal(weights[jnp.array([0, 2])], expected[normalize])
 
 
-DRAWS = {
-    "uniform": {},
-    "prioritized-mix": {},
-    "softmax-distinct": {},
-    "shuffled": {},
-    "stale": {},
-    "recent": {},
-    "varying": {},
-    "windows-prioritized": {},
-    "windows-balanced": {},
-    "windows-removable": {},
-    "mixture": {"within": "part"},
-}
-
-
-@pytest.mark.parametrize("name", list(DRAWS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "uniform", "prioritized-mix", "softmax-distinct", "shuffled", "stale", "recent", "varying",
+        "windows-prioritized", "windows-balanced", "windows-removable", "mixture",
+    ],
+)  # fmt: skip
 def test_a_draw_returns_the_weights_of_the_same_state(name):
     """By both methods and their functions, for a ``beta`` that is traced or known."""
-    (buffer, _), options = operations.concrete(name), DRAWS[name]
+    buffer, _ = operations.concrete(name)
+    options = {"within": "part"} if name == "mixture" else {}
     key, rows = jax.random.key(3), operations.BATCH
     draws = [
         jaxbuf.sample(buffer, key, rows, beta=0.7, **options),
@@ -339,10 +244,3 @@ def test_options_of_weights_that_make_no_sense(options, message):
     ):
         with pytest.raises(ValueError, match=message):
             draw()
-
-
-def test_a_buffer_without_probabilities_has_no_weights():
-    queue, key = jaxbuf.Queue.create(jnp.int32(0), 4), jax.random.key(0)
-    for draw in (queue.sample, functools.partial(jaxbuf.sample, queue)):
-        with pytest.raises(ValueError, match=r"use take\(batch_size\)"):
-            draw(key, 2, beta=0.4)
