@@ -1,7 +1,6 @@
 """Numbers of samplers that vary, and another sampler for the same items."""
 
 import dataclasses
-import functools
 import math
 import typing
 
@@ -169,16 +168,13 @@ def test_draws_under_each_value_are_those_of_that_value(name):
         assert scipy.stats.chisquare(seen[some], expected).pvalue > 1e-4
 
 
-def _sample(buffer, key):
-    return buffer.sample(key, BATCH)
-
-
 def test_a_part_of_a_batch_without_replacement_is_a_smaller_batch():
     """Its first rows, since later ones are drawn from what is left."""
     base = Prioritized(alpha=1.0, replacement=False)
     static, varying = (filled(Recent(ratio, 2, base)) for ratio in (0.75, Varying(0.75)))
     keys = jax.random.split(KEY, 4000)
-    one, two = (jax.jit(jax.vmap(functools.partial(_sample, b)))(keys) for b in (static, varying))
+    draw = jax.jit(jax.vmap(lambda buffer, key: buffer.sample(key, BATCH), in_axes=(None, 0)))
+    one, two = draw(static, keys), draw(varying, keys)
     table = [np.bincount(np.ravel(x.data[:, 6:]), minlength=COUNT) for x in (one, two)]
     table = [np.delete(counts, 1) for counts in table]  # It has no mass.
     assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
@@ -200,18 +196,23 @@ def test_the_same_draws_as_with_the_static_number(sampler):
     )
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_the_same_draws_as_with_a_number_that_has_a_shortcut(replacement):
-    for alpha, mix in ((1.0, 0.0), (0.5, 0.0), (0.0, 0.2)):
-        options = {"replacement": replacement}
-        fixed = filled(Prioritized(alpha, uniform_mix=mix, **options))
-        varying = filled(Prioritized(Varying(alpha), uniform_mix=Varying(mix), **options))
-        for one, two in ((fixed, varying), (fixed.clear(), varying.clear())):
-            chex.assert_trees_all_equal(one.sample(KEY, 16).slots, two.sample(KEY, 16).slots)
-        np.testing.assert_array_max_ulp(fixed.sampler_state.leaves, varying.sampler_state.leaves, 1)
-        # Nor do they differ without any mass.
-        slots, zero = fixed.latest(COUNT).slots, jnp.zeros(COUNT)
-        draws = [b.update_priority(slots, zero).sample(KEY, 16).slots for b in (fixed, varying)]
+@pytest.mark.parametrize(
+    ("alpha", "mix", "replacement"),
+    [(1.0, 0.0, True), (1.0, 0.0, False), (0.5, 0.0, True), (0.0, 0.2, False)],
+)
+def test_the_same_draws_as_with_a_number_that_has_a_shortcut(alpha, mix, replacement):
+    fixed = filled(Prioritized(alpha, uniform_mix=mix, replacement=replacement))
+    varying = Prioritized(Varying(alpha), uniform_mix=Varying(mix), replacement=replacement)
+    varying = filled(varying)
+    np.testing.assert_array_max_ulp(fixed.sampler_state.leaves, varying.sampler_state.leaves, 1)
+    slots, zero = fixed.latest(COUNT).slots, jnp.zeros(COUNT)
+    for change in (
+        lambda buffer: buffer,
+        lambda buffer: buffer.clear(),
+        # Without any mass.
+        lambda buffer: buffer.update_priority(slots, zero),
+    ):
+        draws = [change(buffer).sample(KEY, 16).slots for buffer in (fixed, varying)]
         chex.assert_trees_all_equal(*draws)
 
 
@@ -367,9 +368,6 @@ def test_names_and_paths():
         ),
         (Uniform(), {"alpha": 1.0}, "alpha does not vary in Uniform.*temperature of Softmax"),
         (Prioritized(alpha=V), {"alpha": [1.0, 2.0]}, "shape"),
-        (Prioritized(alpha=V), {"alpha": True}, "expected a finite number"),
-        (Prioritized(alpha=V), {"alpha": "1"}, "expected a finite number"),
-        (Prioritized(alpha=V), {"alpha": None}, "expected a finite number"),
         (Prioritized(alpha=V), [0.5], "expected a dict"),
         (Blend((PLAIN, Uniform()), Varying((1, 1))), {"weights": (1, 1, 1)}, "shape"),
     ],
@@ -465,22 +463,8 @@ def test_an_annealed_run_is_traced_once():
         for value in (0.9, 1, np.float64(0.5), np.float32(0.25), jnp.float32(0.1), 0):
             buffer = jaxbuf.set_hyperparameters(buffer, uniform_mix=value)
     assert "set_hyperparameters" not in names
-
-    @jax.jit
-    def run(buffer, keys):
-        def step(buffer, x):
-            key, mix = x
-            buffer = buffer.set_hyperparameters(uniform_mix=mix)
-            return buffer, buffer.sample(key, 4).probability
-
-        return jax.lax.scan(step, buffer, (keys, jnp.linspace(1, 0, len(keys))))
-
-    buffer, probability = run(buffer, jax.random.split(KEY, 5))
-    np.testing.assert_allclose(probability[0], 1 / COUNT, rtol=1e-6)
-    assert buffer.hyperparameters["uniform_mix"] == 0
-    chex.assert_trees_all_close(
-        buffer.get(buffer.latest(COUNT).slots).probability, jnp.float32(by_priority()), rtol=1e-5
-    )
+    law = buffer.get(buffer.latest(COUNT).slots).probability
+    np.testing.assert_allclose(law, by_priority(), rtol=1e-5)
 
 
 def test_buffers_with_other_first_values_are_alike():
@@ -491,7 +475,6 @@ def test_buffers_with_other_first_values_are_alike():
     assert hash(one.sampler) == hash(two.sampler)
     assert "Varying()" in repr(one)
     assert "hyperparameters['alpha']" in repr(one)
-    assert filled(Prioritized()).hyperparameters == {}
     with pytest.raises(ValueError, match="with_sampler"):
         one.replace(sampler=Prioritized(alpha=0.3))
     cleared = two.clear()
