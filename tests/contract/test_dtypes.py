@@ -24,10 +24,15 @@ MAKE = {
 }
 
 
+def bits(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else np.asarray(leaf)
+
+
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_buffer_holds_and_saves_what_was_added(kind, tmp_path):
+def test_a_buffer_holds_saves_and_draws_what_was_added(kind, tmp_path):
     with jax.enable_x64(True):
-        rows = every_kind(4)
+        rows = every_kind(4) | {"at": jnp.arange(4)}
         buffer = MAKE[kind](jax.tree.map(lambda leaf: leaf[0], rows))
         buffer = jaxbuf.add(buffer, rows, **{"part": 0} if kind == "mixture" else {})
         jaxbuf.save(tmp_path / "saved", buffer)
@@ -40,8 +45,11 @@ def test_a_buffer_holds_and_saves_what_was_added(kind, tmp_path):
             batch = jaxbuf.add(loaded, rows).sample(jax.random.key(0), 4)
         else:
             batch = jaxbuf.sample(loaded, jax.random.key(0), 4)
-        types = jax.tree.map(lambda leaf: leaf.dtype, batch.data)
-        assert types == jax.tree.map(lambda leaf: leaf.dtype, rows)
+        at = np.asarray(batch.data["at"])
+        expected = jax.tree.map(lambda leaf: leaf[at], rows)
+        for name, leaf in expected.items():
+            assert batch.data[name].dtype == leaf.dtype
+            np.testing.assert_array_equal(bits(batch.data[name]), bits(leaf), err_msg=name)
 
 
 def test_a_store_holds_all_but_keys(tmp_path):
@@ -54,6 +62,9 @@ def test_a_store_holds_all_but_keys(tmp_path):
         with jaxbuf.Store(tmp_path / "store", item) as store:
             store.append(rows)
         with jaxbuf.Store(tmp_path / "store", item, mode="r") as store:
+            for name, leaf in store.read([1, 3, 0]).items():
+                assert leaf.dtype == rows[name].dtype
+                np.testing.assert_array_equal(leaf, bits(rows[name])[[1, 3, 0]])
             testing.assert_holds(store.load_into(jaxbuf.ItemBuffer.create(item, 4)), rows)
 
 

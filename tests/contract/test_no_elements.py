@@ -5,12 +5,11 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxbuf
 import jaxbuf.interop.flashbax as fbx
-from jaxbuf import testing
+from tests import operations
 
 KEY = jax.random.key(0)
 STEP = {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
@@ -21,29 +20,27 @@ def rows(*shape):
     return jax.tree.map(lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), ITEM)
 
 
-def rings(item, **options):
-    return jaxbuf.TrajectoryBuffer.create(item, 2, 8, sequence_length=2, **options)
-
-
-@pytest.mark.parametrize(
-    "episodes",
-    [
-        jaxbuf.Episodes(),
-        jaxbuf.Episodes(last="terminated", boundary="avoid"),
-        jaxbuf.Episodes(record_return=True),
-    ],
-)
-@pytest.mark.parametrize("sampler", [jaxbuf.Uniform(), jaxbuf.Prioritized(), jaxbuf.Shuffled()])
-def test_no_state_has_an_empty_leaf(episodes, sampler):
-    buffer = rings(STEP, episodes=episodes, sampler=sampler)
-    assert all(leaf.size for leaf in jax.tree.leaves(buffer))
+def test_no_state_has_an_empty_leaf():
+    for name in operations.BUFFERS:
+        assert all(leaf.size for leaf in jax.tree.leaves(operations.empty(name))), name
 
 
 def test_orbax_saves_rings_with_episodes(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
+    rings = jaxbuf.TrajectoryBuffer.create(STEP, 2, 8, episodes=jaxbuf.Episodes())
     checkpointer = ocp.StandardCheckpointer()
-    checkpointer.save(tmp_path / "saved", rings(STEP, episodes=jaxbuf.Episodes()))
+    checkpointer.save(tmp_path / "saved", rings)
     checkpointer.wait_until_finished()
+
+
+def test_steps_with_empty_leaves_are_stored_and_accumulated():
+    buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 8, sequence_length=3).add(rows(2, 6))
+    assert buffer.sample(KEY, 4).data["empty"].shape == (4, 3, 0, 3)
+    accumulator = jaxbuf.EpisodeAccumulator.create(ITEM, 2, max_length=4)
+    steps = {**rows(2), "terminated": jnp.ones(2, bool)}
+    _, episodes, done = accumulator.add(steps)
+    assert done.all()
+    assert episodes.steps["deep"].shape[1:] == (4, 2, 0)
 
 
 def test_an_empty_leaf_of_an_item_is_not_forgotten(tmp_path):
@@ -52,19 +49,12 @@ def test_an_empty_leaf_of_an_item_is_not_forgotten(tmp_path):
         jaxbuf.load(tmp_path, {"x": jnp.ones(1)})
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_items_with_empty_leaves_are_sharded(exchange):
+def test_items_with_empty_leaves_are_sharded_without_exchange():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def make():
-        return jaxbuf.ItemBuffer.create(ITEM, 8)
-
-    buffer = jaxbuf.Sharded.create(make, mesh, "d", shards=2, exchange=exchange)
-    buffer = jaxbuf.add(buffer, rows(8))
-    batch = jaxbuf.sample(buffer, KEY, 4)
-    assert batch.data["empty"].shape == (4, 0, 3)
-    assert batch.data["deep"].shape == (4, 2, 0)
-    testing.assert_valid(buffer)
+    make = lambda: jaxbuf.ItemBuffer.create(ITEM, 8)  # noqa: E731
+    buffer = jaxbuf.Sharded.create(make, mesh, "d", shards=2, exchange=False)
+    batch = jaxbuf.sample(jaxbuf.add(buffer, rows(8)), KEY, 4)
+    assert (batch.data["empty"].shape, batch.data["deep"].shape) == ((4, 0, 3), (4, 2, 0))
 
 
 def test_steps_with_empty_leaves_are_stacked():
@@ -131,37 +121,3 @@ def test_small_numbers_keys_and_empty_leaves_on_two_devices():
     code = f"import jax; jax.config.update('jax_num_cpu_devices', 2)\n{_DEVICES}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.parametrize("dtype", ["int4", "uint2", "float8_e5m2"])
-def test_small_numbers_are_held(dtype):
-    few = jnp.array([1, 0], jnp.float32).astype(dtype)
-    buffer = jaxbuf.ItemBuffer.create(few[0], 4).add(few)
-    testing.assert_holds(buffer, few[::-1])
-    with pytest.raises(AssertionError, match="missing: 2 × 1"):
-        testing.assert_holds(buffer, jnp.array([1, 1, 1, 0], jnp.float32).astype(dtype))
-
-
-def test_keys_are_held():
-    keys = jax.random.split(KEY, 3)
-    rings = jaxbuf.TrajectoryBuffer.create(KEY, 1, 4).add(keys[None])
-    testing.assert_holds(rings, keys[jnp.array([2, 0, 1])])
-    with pytest.raises(AssertionError, match="missing"):
-        testing.assert_holds(rings, keys[jnp.array([2, 0, 0])])
-
-
-def test_a_store_keeps_small_numbers(tmp_path):
-    names = ("int4", "uint4", "uint2", "float8_e4m3", "float4_e2m1fn")
-    few = {name: jnp.array([1, 0, 1], jnp.float32).astype(name) for name in names}
-    item = jax.tree.map(lambda leaf: leaf[0], few)
-    with jaxbuf.Store(tmp_path, item, chunk=2) as store:
-        store.append(few)
-        found = store.read([1, 2, 0])
-        for name in names:
-            assert found[name].dtype == few[name].dtype
-            np.testing.assert_array_equal(found[name], np.asarray(few[name])[[1, 2, 0]])
-        buffer = store.load_into(jaxbuf.ItemBuffer.create(item, 4))
-        testing.assert_holds(buffer, few)
-        store.append_buffer(buffer)
-    with jaxbuf.Store(tmp_path, item, mode="r") as store:
-        assert len(store) == 6
