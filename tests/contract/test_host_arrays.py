@@ -86,24 +86,26 @@ def steps(*leading):
 
 MASK = np.arange(ROWS) % 3 > 0
 VERSION = np.full(ROWS, 2, np.int32)
-SCORED = {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax()}
+
 FRESH = jaxbuf.Freshness(max_use=3, max_staleness=5)
 
 
 def priorities():
-    return jaxbuf.ItemBuffer.create(ITEM, 16, sampler=jaxbuf.Prioritized(), freshness=FRESH).add(
-        items()
-    )
+    options = {"sampler": jaxbuf.Prioritized(), "freshness": FRESH}
+    return jaxbuf.ItemBuffer.create(ITEM, 16, **options).add(items())
 
 
 def scores():
-    return jaxbuf.ItemBuffer.create(ITEM, 16, **SCORED)
+    return jaxbuf.ItemBuffer.create(ITEM, 16, evictor=jaxbuf.Lowest(), sampler=jaxbuf.Softmax())
 
 
-def rings(**options):
-    return jaxbuf.TrajectoryBuffer.create(
-        STEP, ROWS, 8, sequence_length=2, episodes=jaxbuf.Episodes(record_return=True), **options
-    )
+def rings():
+    episodes = jaxbuf.Episodes(boundary="mask", record_return=True)
+    return jaxbuf.TrajectoryBuffer.create(STEP, ROWS, 8, sequence_length=2, episodes=episodes)
+
+
+def windows():
+    return rings().add(steps(ROWS, 4))
 
 
 def host(tree):
@@ -111,116 +113,111 @@ def host(tree):
 
 
 SLOTS = host(priorities().latest(ROWS).slots)
-WINDOWS = host(rings().add(steps(ROWS, 4)).latest(1).slots)
-
-
-def add(buffer, items, options):
-    return buffer.add(items, **options)
-
-
-def jitted_add(buffer, items, options):
-    return jaxbuf.add(buffer, items, **options)
-
-
-OPTIONS = {
-    "items": (priorities, items(), {}),
-    "64 bits": (
-        priorities,
-        {"obs": numbers(ROWS, 3, dtype=np.float64), "id": numbers(ROWS, dtype=np.int64)},
-        {},
-    ),
-    "priority": (priorities, items(), {"priority": numbers(ROWS), "mask": MASK}),
-    "float64 priority": (priorities, items(), {"priority": numbers(ROWS, dtype=np.float64)}),
-    "version": (priorities, items(), {"version": VERSION, "session": 0 * VERSION}),
-    "score": (scores, items(), {"score": numbers(ROWS)}),
-    "steps": (rings, steps(ROWS), {"mask": MASK}),
-    "rollout": (rings, steps(ROWS, 4), {"mask": numbers(ROWS, 4) > 7}),
-    "env_ids": (rings, steps(3, 2), {"env_ids": np.array([5, 0, 3], np.int32)}),
-    "queue": (lambda: jaxbuf.Queue.create(ITEM, 16), items(), {"mask": MASK}),
-    "accumulator": (
-        lambda: jaxbuf.EpisodeAccumulator.create(STEP, ROWS, 4),
-        steps(ROWS),
-        {"mask": MASK},
-    ),
-    "chunks": (
-        lambda: jaxbuf.ChunkAccumulator.create(ITEM, 2, 2),
-        items(),
-        {
-            "worker": np.arange(ROWS, dtype=np.int32) % 2,
-            "number": np.arange(ROWS, dtype=np.int32) // 2,
-            "version": VERSION,
-        },
-    ),
-    "mixture": (
-        lambda: jaxbuf.Mixture.create([priorities(), priorities()], [1, 1]),
-        items(),
-        {"part": 1, "priority": numbers(ROWS)},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_what_is_added_is_what_was_passed(case):
-    make, *given = OPTIONS[case]
-    check(add, make(), *given)
-
-
-@pytest.mark.parametrize("case", ["priority", "float64 priority", "score", "rollout", "mixture"])
-def test_what_the_function_adds_too(case):
-    make, *given = OPTIONS[case]
-    check(jitted_add, make(), *given)
-
-
-def test_sharded_and_hosted_adds():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jaxbuf.Sharded.create(
-        lambda: jaxbuf.ItemBuffer.create(ITEM, 8, sampler=jaxbuf.Prioritized()), mesh, "d", shards=2
-    )
-    hosted, given = jaxbuf.Hosted.create(priorities), (items(), {"priority": numbers(ROWS)})
-    check(add, sharded, *given)
-    check(
-        lambda state, *rest: jitted_add(hosted.replace(buffer=state), *rest).buffer,
-        hosted.buffer,
-        *given,
-    )
 
 
 def two():
     return jaxbuf.Mixture.create([priorities(), priorities()], [1, 1])
 
 
+def sharded():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    make = functools.partial(jaxbuf.ItemBuffer.create, ITEM, 8, sampler=jaxbuf.Prioritized())
+    return jaxbuf.Sharded.create(make, mesh, "d", shards=2)
+
+
+def add(buffer, items, options):
+    return buffer.add(items, **options)
+
+
+def added(buffer, items, options):
+    return jaxbuf.add(buffer, items, **options)
+
+
+def of_hosted(buffer, items, options):
+    hosted = jaxbuf.Hosted.create(priorities).replace(buffer=buffer)
+    return jaxbuf.add(hosted, items, **options).buffer
+
+
+def of_holder(buffer, items, options):
+    holder = jaxbuf.Holder(buffer)
+    holder.add(items, **options)
+    return holder.read(lambda b: b.replace())
+
+
+def queue():
+    return jaxbuf.Queue.create(ITEM, 16)
+
+
+def accumulator():
+    return jaxbuf.EpisodeAccumulator.create(STEP, ROWS, 4)
+
+
+def chunks():
+    return jaxbuf.ChunkAccumulator.create(ITEM, 2, 2)
+
+
+WIDE = {"obs": numbers(ROWS, 3, dtype=np.float64), "id": numbers(ROWS, dtype=np.int64)}
+PRIORITY = {"priority": numbers(ROWS), "mask": MASK}
+WORKER, NUMBER = (np.arange(ROWS, dtype=np.int32) % 2, np.arange(ROWS, dtype=np.int32) // 2)
 THREE, RAW_KEY, WINDOW = np.array(3, np.int32), np.array(jax.random.PRNGKey(3)), steps(ROWS, 4)
 BATCH = host(priorities().sample(KEY, 4))
+AT = host(windows().latest(1).slots), np.arange(4, dtype=np.int32), np.array([1, 2, 3, 3])
+FLAT = fbx.make_prioritised_flat_buffer(16 * ROWS, 3 * ROWS, 2, add_batch_size=ROWS)
 # What is called, what its state is made by, and what it is given.
 CASES = [
+    (add, priorities, items(), {}),
+    (add, priorities, WIDE, {}),
+    (add, priorities, items(), {"version": VERSION, "session": 0 * VERSION}),
+    (add, rings, steps(ROWS), {"mask": MASK}),
+    (add, rings, steps(3, 2), {"env_ids": np.array([5, 0, 3], np.int32)}),
+    (add, queue, items(), {"mask": MASK}),
+    (add, accumulator, steps(ROWS), {"mask": MASK}),
+    (add, chunks, items(), {"worker": WORKER, "number": NUMBER, "version": VERSION}),
+    (add, sharded, items(), PRIORITY),
+    (of_hosted, priorities, items(), PRIORITY),
+    (of_holder, priorities, items(), PRIORITY),
+    *(
+        (call, make, *given)
+        for call in (add, added)
+        for make, *given in (
+            (priorities, items(), PRIORITY),
+            (priorities, items(), {"priority": numbers(ROWS, dtype=np.float64)}),
+            (scores, items(), {"score": numbers(ROWS)}),
+            (rings, steps(ROWS, 4), {"mask": numbers(ROWS, 4) > 7}),
+            (two, items(), {"part": 1, "priority": numbers(ROWS)}),
+        )
+    ),
     *(
         (change, make, SLOTS, numbers(ROWS), MASK)
         for make in (priorities, two)
         for change in (
-            lambda b, slots, value, mask: b.update_priority(slots, value, mask=mask),
             lambda b, slots, value, mask: jaxbuf.update_priority(b, slots, value, mask=mask),
-            lambda b, slots, value, mask: b.mark_used(slots, mask=mask),
+            lambda b, slots, value, mask: b.update_priority(slots, value).mark_used(
+                slots, mask=mask
+            ),
             lambda b, slots, value, mask: (b.use_count(slots), b.staleness(slots)),
         )
+    ),
+    (
+        lambda b, slots, value: jaxbuf.set_field(b, "obs", slots, value),
+        priorities,
+        SLOTS,
+        numbers(ROWS, 3),
     ),
     (lambda b, slots: (b.part_of(slots), b.part_slots(slots, 0)), two, SLOTS),
     *(
         (ask, priorities, THREE)
         for ask in (
-            lambda b, number: b.set_version(number),
-            lambda b, number: b.set_version(1, number),
-            lambda b, number: b.can_sample(number),
-            lambda b, number: b.sample_range(KEY, 4, number),
+            lambda b, number: (b.set_version(number), b.set_version(1, number)),
+            lambda b, number: (b.can_sample(number), b.sample_range(KEY, 4, number)),
             lambda b, n: jaxbuf.importance_weights(b, b.sample(KEY, 4), n, normalize=None),
         )
     ),
     *(
         (draw, priorities, RAW_KEY)
         for draw in (
-            lambda b, key: b.sample(key, 4),
+            lambda b, key: (b.sample(key, 4), b.next_batch(key, 4), b.sample_range(key, 4)),
             lambda b, key: jaxbuf.sample(b, key, 4),
-            lambda b, key: b.next_batch(key, 4),
-            lambda b, key: b.sample_range(key, 4),
             lambda b, key: jaxbuf.Mixture.create([b], [1]).sample(key, 4),
             lambda b, key: jaxbuf.sample_groups(b, key, 2, num_groups=20, size=2, group="id"),
         )
@@ -231,6 +228,17 @@ CASES = [
         priorities,
         (BATCH.slots.index, BATCH.probability, BATCH.valid),
     ),
+    *(
+        (look, make, *AT)
+        for make in (windows, lambda: jaxbuf.Mixture.create([windows()], [1]))
+        for look in (
+            lambda b, slots, env, at: (b.locate(slots), b.episode_mask(slots), b.episode(slots)),
+            lambda b, slots, env, at: (b.episode(env, at), b.get_field("reward", env, at)),
+            lambda b, slots, env, at: b.steps_around(slots, at, "reward"),
+        )
+    ),
+    (lambda b, env: (b.clear(env), b.episode((env, env))), windows, AT[1]),
+    (lambda b, mask: b.dequeue(1, mask=mask), windows, MASK),
     (
         lambda x, n: (x.inserted(n), x.sampled(n), x.can_insert(n, n)),
         lambda: jaxbuf.RateLimiter.create(1.0, min_size=2, tolerance=4.0),
@@ -240,61 +248,21 @@ CASES = [
     (lambda discount, w: jaxbuf.n_step(w, 2, discount), lambda: jnp.float32(0.9), WINDOW),
     (lambda n, w: jaxbuf.stack_frames(w, 2, first=n < 1), lambda: jnp.zeros(ROWS), WINDOW),
     (lambda n, w: jaxbuf.terminal_states(w, n), lambda: jnp.arange(ROWS) % 4, WINDOW),
-    (
-        lambda w, n: jaxbuf.terminal_states(w, n),
-        lambda: jax.tree.map(jnp.asarray, WINDOW),
-        np.arange(ROWS) % 4,
-    ),
     (lambda key, b: b.sample(key, 4), lambda: KEY, host(priorities())),
     (lambda rows, b: b.add(rows), lambda: jax.tree.map(jnp.asarray, items()), host(priorities())),
+    (FLAT.add, lambda: FLAT.init(ITEM), items()),
+    (
+        FLAT.set_priorities,
+        lambda: FLAT.add(FLAT.init(ITEM), items()),
+        np.arange(4, dtype=np.int32),
+        numbers(4),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("door", "make", "given"), [(*case[:2], case[2:]) for case in CASES])
 def test_what_was_passed_is_what_counts(door, make, given):
     check(door, make(), *given)
-
-
-EPISODES = {
-    "locate": lambda b, slots, env, at: b.locate(slots),
-    "episode_mask": lambda b, slots, env, at: b.episode_mask(slots),
-    "episode of windows": lambda b, slots, env, at: b.episode(slots),
-    "episode of steps": lambda b, slots, env, at: b.episode(env, at),
-    "episode of places": lambda b, slots, env, at: b.episode((env, at)),
-    "get_field": lambda b, slots, env, at: b.get_field("reward", env, at),
-    "steps_around": lambda b, slots, env, at: b.steps_around(slots, at, "reward"),
-    "clear": lambda b, slots, env, at: b.clear(env),
-    "dequeue": lambda b, slots, env, at: b.dequeue(1, mask=MASK),
-}
-
-
-@pytest.mark.parametrize("name", EPISODES)
-def test_lookups_of_steps(name):
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        STEP, ROWS, 8, sequence_length=2, episodes=jaxbuf.Episodes(boundary="mask")
-    ).add(steps(ROWS, 4))
-    given = WINDOWS, np.arange(4, dtype=np.int32), np.array([1, 2, 3, 3])
-    check(EPISODES[name], buffer, *given)
-    if name not in ("clear", "dequeue"):
-        check(EPISODES[name], jaxbuf.Mixture.create([buffer], [1]), *given)
-
-
-def test_the_flashbax_layer():
-    buffer = fbx.make_item_buffer(16, 1, 2, add_batches=True)
-    check(buffer.add, buffer.init(ITEM), items())
-    buffer = fbx.make_prioritised_flat_buffer(16 * ROWS, 3 * ROWS, 2, add_batch_size=ROWS)
-    state = buffer.add(buffer.init(ITEM), items())
-    check(buffer.add, state, items())
-    check(buffer.set_priorities, state, np.arange(4, dtype=np.int32), numbers(4))
-
-
-def test_a_holder():
-    def door(buffer, rows, priority):
-        holder = jaxbuf.Holder(buffer)
-        holder.add(rows, priority=priority)
-        return holder.read(lambda b: b.replace())
-
-    check(door, priorities(), items(), numbers(ROWS))
 
 
 def test_inside_a_program():
