@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxbuf
-from jaxbuf import testing
 
 STEP = {"obs": {"t": jax.ShapeDtypeStruct((), jnp.int32), "pair": (jnp.zeros(2), jnp.zeros(()))}}
 
@@ -83,22 +82,6 @@ def test_positions_past_2_to_the_32():
     assert buffer.get_field("obs.t", jnp.zeros_like(at, jnp.int32), at)[0].tolist() == [
         1, 2, 3, 4, 5, 6,
     ]  # fmt: skip
-
-
-def test_a_scanned_dequeue_copies_no_storage():
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        jnp.zeros(17), 4, 4096, sequence_length=2, sampler=jaxbuf.Prioritized(),
-        num_earliest_ignored=3,
-    )  # fmt: skip
-
-    def step(buffer, key):
-        buffer, taken = buffer.add(jnp.ones((4, 17))).dequeue(2)
-        sample = buffer.sample(key, 8)
-        return buffer.update_priority(sample.slots, sample.data[:, 0, 0]), taken.data.sum()
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    loop = lambda buffer, keys: jax.lax.scan(step, buffer, keys)  # noqa: E731
-    testing.assert_no_copy(loop, buffer, keys, smallest=4096)
 
 
 @pytest.mark.parametrize(

@@ -93,25 +93,6 @@ def test_the_same_key_keeps_the_same_rows_and_others_do_not():
     assert sorted(again.data.tolist()) != sorted(buffer.data.tolist())
 
 
-def test_buffers_side_by_side_have_their_own_lots():
-    keys = jax.random.split(KEY, 3)
-    lanes = jax.jit(jax.vmap(lambda key: create(8, key)))(keys)
-    lanes = jax.jit(jax.vmap(lambda buffer: buffer.add(jnp.arange(100))))(lanes)
-    testing.assert_valid(lanes)
-    assert len({tuple(sorted(row)) for row in lanes.data.tolist()}) == 3
-
-
-def test_an_add_copies_nothing():
-    buffer = jaxbuf.reservoir(jnp.zeros(8), 2**12)
-
-    def step(buffer, key):
-        buffer = buffer.add(jnp.ones((64, 8)))
-        return buffer, buffer.sample(key, 32).data.sum()
-
-    keys = jax.random.split(KEY, 3)
-    testing.assert_no_copy(lambda buffer, keys: jax.lax.scan(step, buffer, keys), buffer, keys)
-
-
 @pytest.mark.parametrize("capacity", [3, 8, 12])
 def test_a_checkpoint_goes_on_and_a_smaller_one_is_a_sample_of_all(tmp_path, capacity):
     old = create(8, KEY).add(jnp.arange(50))
