@@ -118,6 +118,13 @@ BUFFERS = {
 }
 
 
+def numbered(sampler, priorities, capacity=None):
+    """A buffer that holds the row numbers of these priorities as its items."""
+    buffer = jaxbuf.ItemBuffer.create(jnp.int32(0), capacity or len(priorities), sampler=sampler)
+    given = {"priority": jnp.asarray(priorities, jnp.float32)} if sampler.uses_priority else {}
+    return jaxbuf.add(buffer, jnp.arange(len(priorities), dtype=jnp.int32), **given)
+
+
 @functools.cache
 def empty(name):
     """The buffer of this name without its arrays."""

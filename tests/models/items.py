@@ -18,12 +18,7 @@ LARGEST_MASS = 2.0**96
 
 
 class SegmentTree:
-    """A flat array that answers what a segment tree answers.
-
-    Args:
-        capacity: number of leaves.
-        ops: ``"sum"``, ``"min"``, ``"max"``, ``"min_positive"``: the reductions to keep.
-    """
+    """A flat array that answers what a segment tree answers."""
 
     def __init__(self, capacity: int, ops: Sequence[str] = ("sum",)):
         unset = {"min": np.inf, "max": -np.inf}.get(ops[0], 0.0) if len(ops) == 1 else 0.0
@@ -61,11 +56,7 @@ class SegmentTree:
 
 
 class Queue:
-    """A list that hands out its first items, and refuses items that do not fit.
-
-    Args:
-        capacity: most items that wait.
-    """
+    """A list that hands out its first items, and refuses items that do not fit."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -110,15 +101,7 @@ def mass(priority: float, alpha: float, epsilon: float) -> float:
 
 
 def proportional(masses, uniform_mix: float = 0.0) -> np.ndarray:
-    """Probability of each live item from its mass; uniform when every mass is zero.
-
-    Args:
-        masses: ``[n]``, one for each live item.
-        uniform_mix: share of draws made uniformly over the live items.
-
-    Returns:
-        ``[n]`` float64, summing to one (or empty).
-    """
+    """Probability of each live item from its mass; uniform when every mass is zero."""
     masses = np.asarray(masses, np.float64)
     if not len(masses):
         return masses
@@ -128,23 +111,18 @@ def proportional(masses, uniform_mix: float = 0.0) -> np.ndarray:
     return (1.0 - uniform_mix) * masses / masses.sum() + uniform_mix * uniform
 
 
+def law_of(sampler, priorities: Sequence[float]) -> tuple[np.ndarray, list[float]]:
+    """The law of one draw, and the masses of which it is made, by the options of a sampler."""
+    if not sampler.uses_priority:
+        return proportional([1.0] * len(priorities)), [1.0] * len(priorities)
+    masses = [mass(priority, sampler.alpha, sampler.epsilon) for priority in priorities]
+    return proportional(masses, sampler.uniform_mix), masses
+
+
 def importance_weights(
-    drawn: Sequence[float],
-    everyone: Sequence[float],
-    beta: float,
-    normalize: str | None,
+    drawn: Sequence[float], everyone: Sequence[float], beta: float, normalize: str | None
 ) -> np.ndarray:
-    """Importance weights of drawn items in float64.
-
-    Args:
-        drawn: ``[B]`` probability of each drawn item.
-        everyone: ``[n]`` probability of each live item now.
-        beta: exponent.
-        normalize: ``"batch"``, ``"buffer"``, ``"mean"`` or ``None``.
-
-    Returns:
-        ``[B]`` weights.
-    """
+    """Importance weights of items with the probabilities ``drawn``, of all those there are now."""
     drawn = np.asarray(drawn, np.float64)
     everyone = np.asarray(everyone, np.float64)
     if normalize == "mean":
@@ -193,17 +171,10 @@ class Item:
 
 
 class ItemBuffer:
-    """A list of items, of which the oldest or those with the lowest scores leave.
+    """A list of items, of which the oldest leave, or the ``lowest`` scores, and then the older.
 
-    Args:
-        capacity: number of slots.
-        alpha: priority exponent, or ``None`` for uniform sampling.
-        initial_priority: smallest default priority of a new item.
-        epsilon: added to a priority before the exponent.
-        uniform_mix: share of draws made uniformly over live slots.
-        lowest: whether the lowest scores leave, of equal ones the older; otherwise the oldest.
-        limits: ``max_use``, ``max_staleness`` and ``comparison`` as in ``Freshness``, or None.
-        filter: chooses among the rows that are to enter, as ``Near``; None for all.
+    Without ``alpha`` all are drawn alike; the options are those of the library, ``limits`` those of
+    ``Freshness``, and the ``filter`` is a ``Near``.
     """
 
     def __init__(
@@ -385,15 +356,7 @@ def distance(one: np.ndarray, other: np.ndarray, p: float) -> float:
 
 
 class Near:
-    """Refuses rows that are too close to what a buffer holds, or to each other.
-
-    Args:
-        cutoff: What a distance must exceed.
-        p: Norm.
-        within_batch: ``"suppress"`` or ``"greedy"``.
-        active: ``"always"`` or ``"full"``.
-        keep: ``"first"``, or ``"best"`` if items leave for rows of higher scores near them.
-    """
+    """Refuses rows that are too close to what is held, or to each other, as ``Diversity`` does."""
 
     def __init__(
         self,
