@@ -49,6 +49,13 @@ def queue():
     return jaxbuf.Queue.create(jnp.float32(0), 4)
 
 
+def add_steps(*leading, **options):
+    """A call that adds steps to the rings of four environments."""
+    buffer = jaxbuf.TrajectoryBuffer.create(example(), 4, 8)
+    given = jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), example())
+    return lambda: buffer.add(given, **options)
+
+
 @functools.cache
 def mixture():
     of_windows = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), 2, 4, sequence_length=1)
@@ -166,6 +173,10 @@ BAD = [
     (lambda: jaxbuf.ChunkAccumulator.create(mixed(), 2, 2), f"example {NO_PYTREE}"),
     (lambda: jaxbuf.save("nowhere", mixed()), f"buffer {NO_PYTREE}"),
     (create_with({}), "example has no leaves; pass one unbatched item, a pytree of arrays"),
+    (lambda: jaxbuf.Queue.create({}, 4), "example has no leaves"),
+    (lambda: queue().add(jnp.zeros((3, 1))), "items has shape (3, 1); expected (B,)"),
+    (lambda: queue().add(jnp.zeros(3, int)), "items has dtype int32; expected float32"),
+    (lambda: queue().add(jnp.zeros(2), mask=jnp.ones(3, bool)), "mask has shape (3,)"),
     (
         create_with({"obs": jnp.zeros(2), "name": "cart"}),
         "example['name'] is a str; expected an array of numbers",
@@ -181,6 +192,24 @@ BAD = [
     (
         lambda: create_with({"action": jnp.int32(0)})().add({"action": [1, 2]}),
         "items['action'] is a list; expected an array: np.asarray(items[",
+    ),
+    # What the caller may have meant.
+    (
+        lambda: create_with(jnp.zeros((8, 3)))().add(jnp.zeros((8, 3))),
+        "if this is a batch, create the buffer with one item",
+    ),
+    *(
+        (add_steps(*shape), "the first axis is that of the 4 environments, num_envs")
+        for shape in ((8,), (8, 5))
+    ),
+    (add_steps(6, 4), "time comes second: jnp.swapaxes(x, 0, 1)"),
+    (
+        add_steps(6, 2, env_ids=jnp.array([0, 1])),
+        "2 environments, one for each of env_ids, and time",
+    ),
+    (
+        lambda: create(jaxbuf.Softmax()).update_priority(slots(), ONES),
+        "draws by the scores that add takes",
     ),
     # JAX reads NumPy's numbers of 64 bits as those of 32 before it traces a program, and an error
     # calls a dtype as the caller knows it.
@@ -250,10 +279,6 @@ BAD = [
         lambda: jaxbuf.update_priority(filled(), slots(), ONES, beta=0.4),
         "beta was given, but an ItemBuffer has no use for it",
     ),
-    (
-        lambda: mixture().add(jnp.ones(2), part=1, score=jnp.ones(2)),
-        "score was given, but a TrajectoryBuffer has no use",
-    ),
     # What is no buffer of this kind.
     (lambda: jaxbuf.add(jaxbuf.Holder(create()), jnp.ones(2)), "buffer is a Holder; expected"),
     (
@@ -276,6 +301,8 @@ BAD = [
         )
     ),
     (lambda: jaxbuf.add(side_by_side(), rows()), "buffer is 3 buffers side by side; "),
+    (lambda: side_by_side().metrics(), "buffer is 3 buffers side by side; "),
+    (lambda: side_by_side().support(), "buffer is 3 buffers side by side; "),
     (lambda: side_by_side().sample(KEY, 4), "jax.vmap"),
 ]
 
@@ -291,31 +318,26 @@ def test_the_message_says_what_to_change(call, message):
     [
         (
             lambda: jaxbuf.TrajectoryBuffer.create(jnp.float32(0), 2, 4),
-            {"score": jnp.ones(2)},
-            "score was given, but a TrajectoryBuffer has no use for it; leave it out, for its add "
-            "takes priority, version, session, mask",
+            {"score": ONES[:2]},
+            "a TrajectoryBuffer has no use for it; leave it out, for its add takes priority, "
+            "version, session, mask",
         ),
         (
             queue,
-            {"priority": jnp.ones(2)},
-            "priority was given, but a Queue has no use for it; leave it out, for its add takes "
-            "mask",
+            {"priority": ONES[:2]},
+            "a Queue has no use for it; leave it out, for its add takes mask",
         ),
-        (create, {"part": 1}, "part was given, but an ItemBuffer has no use for it"),
-        (
-            mixture,
-            {"part": 1, "score": jnp.ones(2)},
-            "score was given, but a TrajectoryBuffer has no use for it",
-        ),
+        (create, {"part": 1}, "an ItemBuffer has no use for it"),
+        (mixture, {"part": 1, "score": ONES[:2]}, "a TrajectoryBuffer has no use for it"),
         (
             lambda: jaxbuf.EpisodeAccumulator.create(ENDS, 2, 4),
-            {"score": jnp.ones(2)},
-            "score was given, but an EpisodeAccumulator has no use for it; leave it out",
+            {"score": ONES[:2]},
+            "an EpisodeAccumulator has no use for it; leave it out",
         ),
     ],
 )
 def test_an_option_that_a_buffer_does_not_take(create, options, message):
-    buffer = create()
+    buffer, message = create(), f"{[*options][-1]} was given, but {message}"
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxbuf.add(buffer, jnp.ones(2), **options)
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -331,16 +353,17 @@ def test_a_refused_call_consumes_nothing():
 
 
 def test_edges_of_the_options_are_legal():
-    for name in ("alpha", "epsilon", "initial_priority", "uniform_mix"):
-        jaxbuf.Prioritized(**{name: 0.0})
+    jaxbuf.Prioritized(alpha=0.0, epsilon=0.0, initial_priority=0.0, uniform_mix=0.0)
     jaxbuf.Prioritized(uniform_mix=1.0)
 
 
-def test_bad_values_never_raise():
-    """Bad values are masked and counted, and never raise, in eager mode as in jit."""
-    buffer = create().add(rows(), priority=jnp.full(8, jnp.nan))
-    assert buffer.size == 0
-    assert buffer.metrics()["rejected"] == 8
+def test_the_advice_for_episode_mask_works():
+    with pytest.raises(ValueError, match=r'episodes=jaxbuf\.Episodes\(boundary="mask"\)') as error:
+        rings().episode_mask(rings().sample(KEY, 2).slots)
+    assert str(error.value).startswith("episodes is None; create")
+    episodes = jaxbuf.Episodes(boundary="mask")
+    buffer = jaxbuf.TrajectoryBuffer.create(ENDS, 2, 8, episodes=episodes)
+    assert buffer.episode_mask(buffer.sample(KEY, 2).slots).shape == (2, 1)
 
 
 def test_a_key_of_the_old_style_is_as_good():
@@ -364,3 +387,18 @@ def test_a_donated_buffer_says_so_and_what_to_do(tmp_path):
     # Errors about other arguments still name those.
     with pytest.raises(ValueError, match="items"):
         jaxbuf.add(buffer, rows() | {"more": ONES})
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        (lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 4), jnp.zeros(2)),
+        (lambda: jaxbuf.TrajectoryBuffer.create(jnp.float32(0), 2, 4), jnp.zeros(2)),
+        (queue, jnp.zeros(2)),
+    ],
+)
+def test_the_size_of_a_donated_buffer(make, rows):
+    buffer = make()
+    jaxbuf.add(buffer, rows)
+    with pytest.raises(ValueError, match="buffer was donated: an earlier call updated it"):
+        int(buffer.size)
