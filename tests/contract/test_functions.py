@@ -17,7 +17,6 @@ from jaxbuf.buffers import doors
 from jaxbuf.core import program, shapes
 
 ITEM = {"obs": jnp.float32(0), "value": jnp.float32(0)}
-STATE = {"scale": 1.0}
 
 
 class Agent:
@@ -32,16 +31,6 @@ def method():
     return agent.value, functools.partial(setattr, agent, "scale")
 
 
-def closure():
-    scale = 1.0
-
-    def train(number):
-        nonlocal scale
-        scale = number
-
-    return lambda items: scale * items["obs"], train
-
-
 def partial():
     params = {"scale": 1.0}
 
@@ -49,14 +38,6 @@ def partial():
         return params["scale"] * items["obs"]
 
     return functools.partial(value, params), functools.partial(params.__setitem__, "scale")
-
-
-def of_the_module(items):
-    return STATE["scale"] * items["obs"]
-
-
-def module():
-    return of_the_module, functools.partial(STATE.__setitem__, "scale")
 
 
 def network():
@@ -68,29 +49,20 @@ def network():
     return lambda items: linear(items["obs"][:, None])[:, 0], train
 
 
-def callable_object():
-    class Model:
-        def __init__(self):
-            self.scale = jnp.float32(1)
-
-        def __call__(self, items):
-            return self.scale * items["obs"]
-
-    model = Model()
-    return model, lambda number: setattr(model, "scale", jnp.float32(number))
+def empty(capacity=4):
+    return jaxbuf.ItemBuffer.create(ITEM, capacity)
 
 
-LEARNERS = (method, closure, partial, module, network, callable_object)
+def filled(buffer, *shape):
+    return jaxbuf.add(buffer, {"obs": jnp.ones(shape), "value": jnp.zeros(shape)})
 
 
 def items():
-    buffer = jaxbuf.ItemBuffer.create(ITEM, 4)
-    return jaxbuf.add(buffer, {"obs": jnp.ones(4), "value": jnp.zeros(4)})
+    return filled(empty(), 4)
 
 
 def rings():
-    buffer = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 2)
-    return jaxbuf.add(buffer, {"obs": jnp.ones((2, 2)), "value": jnp.zeros((2, 2))})
+    return filled(jaxbuf.TrajectoryBuffer.create(ITEM, 2, 2), 2, 2)
 
 
 def mixture():
@@ -98,14 +70,12 @@ def mixture():
 
 
 def hosted():
-    buffer = jaxbuf.Hosted.create(lambda: jaxbuf.ItemBuffer.create(ITEM, 4))
-    return jaxbuf.add(buffer, {"obs": jnp.ones(4), "value": jnp.zeros(4)})
+    return filled(jaxbuf.Hosted.create(empty), 4)
 
 
 def sharded():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    buffer = jaxbuf.Sharded.create(lambda: jaxbuf.ItemBuffer.create(ITEM, 2), mesh, "d", shards=2)
-    return jaxbuf.add(buffer, {"obs": jnp.ones(4), "value": jnp.zeros(4)})
+    return filled(jaxbuf.Sharded.create(lambda: empty(2), mesh, "d", shards=2), 4)
 
 
 BUFFERS = (items, rings, mixture, hosted, sharded)
@@ -123,7 +93,7 @@ def by_holder(buffer, *args):
 
 CASES = [
     *((buffer, method, jaxbuf.map_field) for buffer in BUFFERS),
-    *((items, learner, jaxbuf.map_field) for learner in LEARNERS[1:]),
+    *((items, learner, jaxbuf.map_field) for learner in (partial, network)),
     (items, method, by_method),
     (rings, method, by_holder),
 ]
