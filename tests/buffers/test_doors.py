@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 
 import chex
 import jax
@@ -32,34 +31,29 @@ def rows(*shape):
     return jax.tree.map(lambda leaf: jnp.ones((*shape, *leaf.shape), leaf.dtype), STEP)
 
 
+def of_items(score=None, **options):
+    return jaxbuf.ItemBuffer.create(STEP, CAPACITY, **options).add(rows(64), score=score)
+
+
 @functools.cache
 def items():
-    return jaxbuf.ItemBuffer.create(
-        STEP,
-        CAPACITY,
-        sampler=jaxbuf.Prioritized(),
-        freshness=jaxbuf.Freshness(max_use=4, max_staleness=8),
-        parts=REMOVABLE,
-    ).add(rows(64), version=jnp.zeros(64, jnp.int32))
+    freshness = jaxbuf.Freshness(max_use=4, max_staleness=8)
+    return of_items(sampler=jaxbuf.Prioritized(), freshness=freshness, parts=REMOVABLE)
 
 
 @functools.cache
 def epochs():
-    return jaxbuf.ItemBuffer.create(STEP, CAPACITY, sampler=jaxbuf.Shuffled()).add(rows(64))
+    return of_items(sampler=jaxbuf.Shuffled())
 
 
 @functools.cache
 def annealed():
-    sampler = jaxbuf.Prioritized(uniform_mix=jaxbuf.Varying(1.0))
-    return jaxbuf.ItemBuffer.create(STEP, CAPACITY, sampler=sampler).add(rows(64))
+    return of_items(sampler=jaxbuf.Prioritized(uniform_mix=jaxbuf.Varying(1.0)))
 
 
 @functools.cache
 def scored():
-    buffer = jaxbuf.ItemBuffer.create(
-        STEP, CAPACITY, sampler=jaxbuf.Softmax(), evictor=jaxbuf.Lowest()
-    )
-    return buffer.add(rows(64), score=jnp.arange(64.0))
+    return of_items(jnp.arange(64.0), sampler=jaxbuf.Softmax(), evictor=jaxbuf.Lowest())
 
 
 @functools.cache
@@ -112,10 +106,7 @@ CHANGES = {
         (items, lambda: ("reward", slots(items), jnp.ones(BATCH)), {}),
         (rings, lambda: ("obs", slots(rings), jnp.ones((BATCH, 4, 16))), {}),
     ],
-    "map_field": [
-        (items, lambda: ("reward", halved), {}),
-        (rings, lambda: ("reward", halved), {}),
-    ],
+    "map_field": [(buffer, lambda: ("reward", halved), {}) for buffer in (items, rings)],
     "update_score": [(scored, lambda: (slots(scored), jnp.arange(float(BATCH))), {})],
     "remove": [(buffer, lambda b=buffer: (slots(b),), {}) for buffer in (items, rings)],
     "set_hyperparameters": [(annealed, tuple, {"uniform_mix": 0.5})],
@@ -221,8 +212,9 @@ def test_a_call_from_python_is_one_program_and_keeps_its_buffer():
         added.metrics()
         sample = jaxbuf.sample(added, jax.random.key(int(number)), 3)
         jaxbuf.importance_weights(added, sample, jnp.float32(number))
+        # Nothing is donated that a call does not change.
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((buffer, added, sample)))
         assert buffer.size == 0
-        return added
 
     run(1.0)
     with traces.counted_traces() as traced:
@@ -231,36 +223,42 @@ def test_a_call_from_python_is_one_program_and_keeps_its_buffer():
 
 
 def test_uses_versions_and_lookups_are_compiled_once():
-    step = {"terminated": jnp.bool_(False)}
-    buffer = jaxbuf.TrajectoryBuffer.create(
-        step,
-        2,
-        8,
-        sequence_length=2,
-        episodes=jaxbuf.Episodes(boundary="mask"),
-        freshness=jaxbuf.Freshness(max_use=2, max_staleness=1),
-    )
-    buffer = buffer.add({"terminated": jnp.arange(10).reshape(2, 5) == 2})
-    slots = buffer.sample(jax.random.key(0), 3).slots
-    env_ids, positions, versions = jnp.zeros(3, jnp.int32), jnp.arange(3), jnp.arange(3)
+    freshness = jaxbuf.Freshness(max_use=2, max_staleness=1)
+    episodes = jaxbuf.Episodes(boundary="mask")
+    buffer = jaxbuf.TrajectoryBuffer.create(STEP, 2, 8, episodes=episodes, freshness=freshness)
+    buffer = buffer.add(rows(2, 5))
+    batch = buffer.sample(jax.random.key(0), 3)
 
-    def run(version):
-        return (
-            buffer.mark_used(slots),
-            buffer.set_version(version),
-            buffer.use_count(slots),
-            buffer.staleness(slots),
-            buffer.episode(slots),
-            buffer.episode(env_ids, positions),
-            buffer.episode_mask(slots),
-            buffer.steps_around(slots, range(int(version), int(version) + 3)),
-        )
+    def run(number):
+        buffer.set_version(jnp.int32(number))
+        buffer.episode(jnp.zeros(3, jnp.int32), jnp.arange(3) + number)
+        buffer.steps_around(batch.slots, range(number, number + 3))
+        for name in ("mark_used", "use_count", "staleness", "episode", "episode_mask"):
+            getattr(buffer, name)(batch.slots)
 
-    first, second = versions[1], versions[2]
-    run(first)
+    run(1)
     with traces.counted_traces() as traced:
-        run(second)
+        run(2)
     assert not traced
+
+
+def test_the_functions_work_inside_a_users_transformations():
+    def steps(buffer, key, by):
+        buffer = by.add(buffer, full(3.0), mask=jnp.ones(8, bool))
+        sample = by.sample(buffer, key, 8)
+        return by.update_priority(buffer, sample.slots, jnp.full(8, 2.0)), sample
+
+    functions = functools.partial(steps, by=jaxbuf)
+    buffer, key = create(jaxbuf.Prioritized(alpha=0.6)), jax.random.key(3)
+    expected = jax.jit(functools.partial(steps, by=jaxbuf.ItemBuffer))(buffer, key)
+    chex.assert_trees_all_equal(jax.jit(functions)(buffer, key), expected)
+    # Also of a buffer that the function closes over.
+    chex.assert_trees_all_equal(jax.jit(functools.partial(functions, buffer))(key), expected)
+    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (buffer, key))
+    _, both = jax.jit(jax.vmap(functions))(*lanes)
+    np.testing.assert_allclose(both.data["reward"][1], expected[1].data["reward"], rtol=2e-6)
+    _, scanned = jax.lax.scan(functions, buffer, key[None])
+    np.testing.assert_array_equal(scanned.slots.index[0], expected[1].slots.index)
 
 
 def test_buffers_built_alike_share_a_trace_and_others_do_not():
@@ -278,81 +276,32 @@ def test_buffers_built_alike_share_a_trace_and_others_do_not():
         size(create(jaxbuf.Prioritized(alpha=0.9)))
 
 
-def test_sampling_consumes_nothing():
-    buffer = create(jaxbuf.Prioritized()).add(full(1.0))
-    sample = jaxbuf.sample(buffer, jax.random.key(0), 8)
-    jaxbuf.importance_weights(buffer, sample, 0.5)
-    by_name = jaxbuf.sample(buffer, jax.random.key(0), batch_size=8)
-    chex.assert_trees_all_equal(by_name, sample)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(buffer))
-
-
-def test_the_functions_work_inside_a_users_transformations():
-    def functions(buffer, key):
-        buffer = jaxbuf.add(buffer, full(3.0), mask=jnp.ones(8, bool))
-        sample = jaxbuf.sample(buffer, key, 8)
-        return jaxbuf.update_priority(buffer, sample.slots, jnp.full(8, 2.0)), sample
-
-    def methods(buffer, key):
-        buffer = buffer.add(full(3.0), mask=jnp.ones(8, bool))
-        sample = buffer.sample(key, 8)
-        return buffer.update_priority(sample.slots, jnp.full(8, 2.0)), sample
-
-    buffer, key = create(jaxbuf.Prioritized(alpha=0.6)), jax.random.key(3)
-    expected = jax.jit(methods)(buffer, key)
-    chex.assert_trees_all_equal(jax.jit(functions)(buffer, key), expected)
-    lanes = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (buffer, key))
-    _, both = jax.jit(jax.vmap(functions))(*lanes)
-    np.testing.assert_allclose(both.data["reward"][1], expected[1].data["reward"], rtol=2e-6)
-    _, scanned = jax.lax.scan(functions, buffer, key[None])
-    np.testing.assert_array_equal(scanned.slots.index[0], expected[1].slots.index)
-
-
-def test_a_traced_function_may_close_over_a_buffer():
-    buffer, key = create(jaxbuf.Uniform()).add(full(3.0)), jax.random.key(0)
-    drawn = jax.jit(lambda shift: jaxbuf.sample(buffer, key, 4).data["reward"] + shift)(1.0)
-    np.testing.assert_array_equal(drawn, jaxbuf.sample(buffer, key, 4).data["reward"] + 1.0)
-
-
-def test_buffers_of_other_sizes_and_options_count_apart(recwarn):
-    for length in range(1, 12):
-        sampler = jaxbuf.Prioritized(alpha=1 / length)
-        buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 2000 + length % 2, sampler=sampler)
-        jaxbuf.add(buffer, jnp.zeros(length))
-    assert not recwarn
-
-
+@pytest.mark.filterwarnings("error")
 def test_many_lengths_warn_once_and_say_what_to_do(monkeypatch):
     # The count begins here, whatever other tests had.
     monkeypatch.setattr(shapes, "_seen", {})
-
-    def make():
-        return jaxbuf.ItemBuffer.create({"length": jnp.float32(0)}, 1213)
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 1213)
 
     def add(buffer, lengths):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for length in lengths:
-                buffer = jaxbuf.add(buffer, {"length": jnp.zeros(length)})
-        return buffer, caught
+        for length in lengths:
+            buffer = jaxbuf.add(buffer, jnp.zeros(length))
+        return buffer
 
-    buffer, caught = add(make(), [*range(1, 10), *range(1, 10)])
-    assert not caught
-    # Under a filter that turns warnings into errors, the buffer is still there.
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="for 10 different shapes"):
-            jaxbuf.add(buffer, {"length": jnp.zeros(10)})
-    buffer, caught = add(buffer, range(10, 14))
-    assert not caught
+    buffer = add(buffer, [*range(1, 10), *range(1, 10)])
+    with pytest.raises(UserWarning, match="for 10 different shapes"):
+        jaxbuf.add(buffer, jnp.zeros(10))
+    # The buffer is still there.
+    buffer = add(buffer, range(10, 14))
     assert int(buffer.size) == 2 * 45 + sum(range(10, 14))
-
-    padded = {"length": jnp.zeros(16)}
     for length in range(1, 17):
-        buffer = jaxbuf.add(buffer, padded, mask=np.arange(16) < length)
-    rings = jaxbuf.TrajectoryBuffer.create({"length": jnp.float32(0)}, 1, 1213)
+        buffer = jaxbuf.add(buffer, jnp.zeros(16), mask=np.arange(16) < length)
+    # Buffers of other sizes and options count apart.
+    for length in range(1, 12):
+        sampler = jaxbuf.Prioritized(alpha=1 / length)
+        add(jaxbuf.ItemBuffer.create(jnp.float32(0), 2000 + length % 2, sampler=sampler), [length])
+    rings = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), 1, 1213)
     for length in range(1, 10):
-        rings = jaxbuf.add(rings, {"length": jnp.zeros((1, length))})
+        rings = jaxbuf.add(rings, jnp.zeros((1, length)))
     with pytest.warns(UserWarning, match=r"pad rows to a few sizes, .* with mask=") as told:
-        rings = jaxbuf.add(rings, {"length": jnp.zeros((1, 10))})
+        jaxbuf.add(rings, jnp.zeros((1, 10)))
     assert [warning.filename for warning in told] == [__file__]
