@@ -129,13 +129,12 @@ HOSTILE: dict[str, Any] = {
 ARRAYS = {"integers", "grid", "bools", "keys"}
 REAL = {"zero", "half", "scalar"}
 LARGE = {"five halves", "huge"}
-EXAMPLE = (
-    REAL
-    | LARGE
-    | ARRAYS
-    | {"list", "dict", "key", "shape", "nan", "inf", "minus inf", "negative", "minus half", "true"}
-    | {"complex", "queue", "slots", "sample", "giant"}
-)
+POSITIVE = (REAL | LARGE) - {"zero"}
+FINITE = REAL | LARGE | {"negative", "minus half"}
+NUMERIC = FINITE | {"inf", "minus inf", "giant"}
+STEPS = {"zero", "negative", "true", "huge", "giant"}
+EXAMPLE = NUMERIC | ARRAYS | {"list", "dict", "key", "shape", "nan", "true", "complex"}
+EXAMPLE |= {"queue", "slots", "sample"}
 NUMBERS = "expected an array of numbers"
 COUNT = "expected an integer of at (least 1|most 2)|^give "
 COUNT_0 = "expected an integer of at (least 0|most (2|9))|expected from 0 to that"
@@ -180,15 +179,9 @@ KINDS: dict[str, tuple[set[str], str]] = {
     ),
     "above 0 to 1": ({"half", "scalar"}, "expected a number above 0 and at most 1"),
     "norm 1 or 2": ({"inf", "giant"}, "expected a norm: 1, 2 or inf"),
-    "score": (
-        REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant"},
-        "expected a score",
-    ),
+    "score": (NUMERIC, "expected a score"),
     "distance from 0": (REAL | LARGE, DISTANCE),
-    "time": (
-        REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant", "none"},
-        "expected seconds, or None",
-    ),
+    "time": (NUMERIC | {"none"}, "expected seconds, or None"),
     "count, also true": (
         {"zero", "true"},
         rf"{NUMBERS}|expected (one integer|an integer( from 0 to 2\*\*31 - 1)?)$",
@@ -196,41 +189,34 @@ KINDS: dict[str, tuple[set[str], str]] = {
     "window": ({"episodes"}, "the (window|batch) has no such field"),
     "trajectories": ({"keys", "slots", "sample"}, ANY),
     "metrics": (
-        REAL
-        | LARGE
-        | {"negative", "minus half", "nan", "inf", "minus inf", "true", "none", "list", "dict"}
+        FINITE
+        | {"nan", "inf", "minus inf", "true", "none", "list", "dict"}
         | {"integers", "grid", "bools", "queue", "slots", "sample"},
         f"{NUMBERS}|expected (numbers|an array)",
     ),
-    "step": ({"zero", "negative", "true", "huge", "giant"}, "expected (an integer|one number)"),
-    "step or none": (
-        {"zero", "negative", "true", "huge", "giant", "none"},
-        "expected None or the number of a step",
-    ),
+    "step": (STEPS, "expected (an integer|one number)"),
+    "step or none": (STEPS | {"none"}, "expected None or the number of a step"),
     "size in bytes": ({"zero", "huge"}, COUNT_0),
     "norm": (
         REAL | LARGE | {"inf", "giant"},
         "expected a norm: 1, 2, inf, any number of at least 0.01, or 0",
     ),
-    "distance": (REAL | LARGE | {"negative", "minus half", "minus inf"}, DISTANCE),
+    "distance": (FINITE | {"minus inf"}, DISTANCE),
     "at least 0": (REAL | LARGE, AT_LEAST_0),
-    "above 0": ((REAL | LARGE) - {"zero"}, ABOVE_0),
+    "above 0": (POSITIVE, ABOVE_0),
     "at least 1": (LARGE, "expected a number of at least 1"),
-    "any number": (
-        REAL | LARGE | {"negative", "minus half", "inf", "minus inf", "giant"},
-        "expected (a number|one of at least 2)",
-    ),
-    "temperature": ((REAL | LARGE | {"none"}) - {"zero"}, ABOVE_0),
+    "any number": (NUMERIC, "expected (a number|one of at least 2)"),
+    "temperature": (POSITIVE | {"none"}, ABOVE_0),
     "seconds": (
-        (REAL | LARGE | {"none", "giant", "inf"}) - {"zero"},
+        POSITIVE | {"none", "giant", "inf"},
         "expected (None or seconds, more than 0|a number above 0)",
     ),
     "traced number": (
-        REAL | LARGE | {"negative", "minus half", "nan", "inf", "minus inf", "true"},
+        FINITE | {"nan", "inf", "minus inf", "true"},
         rf"{NUMBERS}|expected (\(\), which is (one|a) num|float32|an? (array|number of at most))",
     ),
     "beta": (
-        REAL | LARGE | {"negative", "minus half"},
+        FINITE,
         rf"{NUMBERS}|pass beta=|expected (a finite number|\(\), which is one number|float32)",
     ),
     "pair": ({"list"}, "expected bounds with 0 <= least <= largest"),
@@ -321,6 +307,8 @@ ZEROS = jnp.zeros((ROWS,))
 MASK = jnp.ones((ROWS,), bool)
 COUNTS = jnp.zeros((ROWS,), jnp.int32)
 SLOTS = (THINGS.batch.slots, "slots")
+# Those that are set, and not left out.
+PRIORITY = {"priority": (ZEROS, "rows")}
 
 
 def achieved(row, step):
@@ -447,6 +435,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "mode": ("a", "choice"),
     "n": (2, "count"),
     "next_value": (None, "rows or none"),
+    "normalize": ("batch", "choice or none"),
     "nodes": (None, "rows or none"),
     "num_earliest_ignored": (0, "count from 0"),
     "num_envs": (2, "count"),
@@ -532,18 +521,12 @@ CALLS: dict[str, Call] = {
         jaxbuf.add, "items mask", buffer=(THINGS.plain, "buffer to add to"), consumes=True
     ),
     "sample": call(jaxbuf.sample, "buffer key batch_size"),
-    "sample with weights": call(
-        jaxbuf.sample, "buffer key batch_size beta", normalize=("buffer", "choice or none")
-    ),
+    "sample with weights": call(jaxbuf.sample, "buffer key batch_size beta normalize"),
     "sample windows": call(
         jaxbuf.sample, "key batch_size sequence_length", buffer=(THINGS.trajectory, "buffer")
     ),
-    "update_priority": call(
-        jaxbuf.update_priority, "buffer slots donate", priority=(ZEROS, "rows")
-    ),
-    "importance_weights": call(
-        jaxbuf.importance_weights, "buffer sample beta", normalize=("buffer", "choice or none")
-    ),
+    "update_priority": call(jaxbuf.update_priority, "buffer slots donate", **PRIORITY),
+    "importance_weights": call(jaxbuf.importance_weights, "buffer sample beta normalize"),
     "sample_groups": call(
         jaxbuf.sample_groups,
         "key groups num_groups group order padding",
@@ -709,9 +692,7 @@ CALLS: dict[str, Call] = {
     "ItemBuffer.latest": of("plain", "latest", "n"),
     "ItemBuffer.highest": of("scored", "highest", "n"),
     "ItemBuffer.can_sample": of("item", "can_sample", batch_size=(1, "wanted")),
-    "ItemBuffer.update_priority": of(
-        "item", "update_priority", "slots mask", priority=(ZEROS, "rows")
-    ),
+    "ItemBuffer.update_priority": of("item", "update_priority", "slots mask", **PRIORITY),
     "ItemBuffer.mark_used": of("item", "mark_used", "slots mask"),
     "ItemBuffer.set_version": of(
         "item", "set_version", version=(1, "integer"), session=(0, "integer or none")
@@ -741,14 +722,9 @@ CALLS: dict[str, Call] = {
     "TrajectoryBuffer.sample_range": of(
         "trajectory", "sample_range", "key batch_size", start=(-2, "integer or none")
     ),
-    "TrajectoryBuffer.latest": of("trajectory", "latest", "n"),
-    "TrajectoryBuffer.can_sample": of("trajectory", "can_sample", batch_size=(1, "wanted")),
     "TrajectoryBuffer.update_priority": of(
-        "trajectory", "update_priority", "slots mask", priority=(ZEROS, "rows")
+        "trajectory", "update_priority", "slots mask", **PRIORITY
     ),
-    "TrajectoryBuffer.mark_used": of("trajectory", "mark_used", "slots mask"),
-    "TrajectoryBuffer.use_count": of("trajectory", "use_count", "slots"),
-    "TrajectoryBuffer.staleness": of("trajectory", "staleness", "slots"),
     "TrajectoryBuffer.locate": of("trajectory", "locate", "slots"),
     "TrajectoryBuffer.clear": of("trajectory", "clear", envs=(MASK, "environments")),
     "TrajectoryBuffer.get_field": of(
@@ -783,9 +759,7 @@ CALLS: dict[str, Call] = {
     ),
     "Mixture.part_of": of("mixture", "part_of", "slots"),
     "Mixture.part_slots": of("mixture", "part_slots", "slots part"),
-    "Mixture.update_priority": of(
-        "mixture", "update_priority", "slots mask", priority=(ZEROS, "rows")
-    ),
+    "Mixture.update_priority": of("mixture", "update_priority", "slots mask", **PRIORITY),
     "EpisodeAccumulator.add": of("episodes", "add", "steps mask"),
     "EpisodeAccumulator.drop": of("episodes", "drop", envs=(MASK, "rows")),
     "ChunkAccumulator.add": of("chunks", "add", "fragments worker number mask version session"),
@@ -856,10 +830,7 @@ CALLS: dict[str, Call] = {
     ),
     "Holder.sample": on_holder("plain", "sample", "key batch_size least timeout"),
     "Holder.sample with weights": on_holder(
-        "plain",
-        "sample",
-        "key batch_size beta least timeout",
-        normalize=("batch", "choice or none"),
+        "plain", "sample", "key batch_size beta normalize least timeout"
     ),
     "Holder.take": on_holder("queue", "take", "timeout", batch_size=(1, "count")),
     "Monitor": call(jaxbuf.Monitor, "writers every_steps resume_at", host=True),
