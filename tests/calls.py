@@ -307,7 +307,7 @@ ZEROS = jnp.zeros((ROWS,))
 MASK = jnp.ones((ROWS,), bool)
 COUNTS = jnp.zeros((ROWS,), jnp.int32)
 SLOTS = (THINGS.batch.slots, "slots")
-# Those that are set, and not left out.
+# Priorities that are set, and may not be left out.
 PRIORITY = {"priority": (ZEROS, "rows")}
 
 

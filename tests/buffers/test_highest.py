@@ -76,7 +76,7 @@ def check(buffer, expected, n):
     chex.assert_trees_all_equal(best, highest_of_two(buffer, n))
 
 
-# The machines ask those that keep scores alone.
+# The machines ask buffers that keep scores alone.
 @pytest.mark.parametrize("kind", ["both", "prioritized", "even", "blend", "reservoir"])
 def test_items_in_falling_order_the_newest_of_equals_first(kind):
     buffer = create(kind)

@@ -31,7 +31,7 @@ def fill(key, capacity, sizes):
 
 
 def many(function):
-    """What a function of a key returns for many of them."""
+    """Calls a function with each of many keys."""
     return np.asarray(jax.jit(jax.vmap(function))(jax.random.split(KEY, RUNS)))
 
 

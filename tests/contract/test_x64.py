@@ -124,7 +124,7 @@ def test_integers_of_any_width(dtype, asarray):
     windows = windows.add(np.arange(4.0), version=ids).clear(ids[:1])
     assert windows.can_sample(ids[3])
     assert not windows.can_sample(jnp.int64(4))
-    # Of arrays of JAX, those that do not fit are seen here alone.
+    # Numbers of JAX that do not fit are seen here alone.
     for call, name in (
         (lambda large: buffer.add({"group": np.arange(4)}, version=large), r"version\[0\]"),
         (lambda large: buffer.set_version(large[0]), "version"),
