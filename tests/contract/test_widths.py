@@ -34,7 +34,6 @@ def sharded(slots):
 
 DISTINCT = jaxbuf.Prioritized(1.0, uniform_mix=0.25, replacement=False)
 BUFFERS = {
-    "prioritized": items(sampler=jaxbuf.Prioritized(1.0)),
     "distinct": items(sampler=DISTINCT),
     "softmax": items(sampler=jaxbuf.Softmax(), evictor=jaxbuf.Lowest()),
     "ranked": items(sampler=jaxbuf.RankBased()),
@@ -86,8 +85,7 @@ def assert_close(one, other, rtol=1e-6):
     chex.assert_trees_all_close(one, other, rtol=rtol, atol=0)
 
 
-# Its trees are those of windows.
-@pytest.mark.parametrize("name", [name for name in BUFFERS if name != "prioritized"])
+@pytest.mark.parametrize("name", BUFFERS)
 def test_wide_trees_draw_what_narrow_ones_do(name):
     ends = {}
     for width in (NARROW, WIDE):
@@ -116,13 +114,6 @@ def test_a_checkpoint_is_loaded_on_another_platform(tmp_path, name, widths, size
     assert int(loaded.size) == int(buffer.size)
     if size == SLOTS:
         assert_close(run(loaded)[1], run(buffer)[1])
-
-
-def test_shapes_are_not_saved(tmp_path):
-    with using_width(WIDE):
-        shapes = jax.eval_shape(lambda: BUFFERS["prioritized"](SLOTS))
-    with pytest.raises(ValueError, match="is a shape without numbers"):
-        jaxbuf.save(tmp_path, shapes)
 
 
 def test_the_width_follows_the_platform(monkeypatch):
