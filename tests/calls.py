@@ -557,13 +557,9 @@ CALLS: dict[str, Call] = {
         batch=(BATCH, "window"),
         discount=(0.5, "above 0 to 1"),
     ),
-    "terminal_states": call(
-        lambda **options: jaxbuf.terminal_states(**options), "trajectories lengths"
-    ),
+    "terminal_states": call(jaxbuf.terminal_states, "trajectories lengths"),
     "terminal_states with a mask": call(
-        lambda **options: jaxbuf.terminal_states(**options),
-        "trajectories",
-        mask=(jnp.ones((ROWS, 3), bool), "rows"),
+        jaxbuf.terminal_states, "trajectories", mask=(jnp.ones((ROWS, 3), bool), "rows")
     ),
     "plot": call(jaxbuf.plot, buffer=(THINGS.plain, "queue"), host=True),
     # Buffers.
