@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxbuf.core.native import called_from_python, using_native
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.testing import hlo
 
@@ -23,15 +24,24 @@ change_many = jax.jit(jax.vmap(lambda bits, index, member: bits.set(index, membe
 find = jax.jit(lambda bits, rank: bits.at(rank))
 
 
-@pytest.mark.parametrize("capacity", [1, 32, 1000, 2**15])
-def test_random_changes_agree_with_an_array(capacity):
+@pytest.mark.parametrize("natively", [False, True])
+@pytest.mark.parametrize(
+    ("capacity", "rows"), [(1, 300), (31, 1), (32, 300), (1000, 50), (70_001, 300)]
+)
+def test_random_changes_agree_with_an_array(capacity, rows, natively):
+    with using_native(natively), called_from_python(True):
+        check_random_changes(capacity, rows)
+
+
+def check_random_changes(capacity, rows):
     rng = np.random.default_rng(capacity)
     bits, twin = Bitset.create(capacity), np.zeros(capacity, bool)
     many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), bits)
-    for _ in range(8):
-        # Some out of range, and some more than once.
-        index = rng.integers(-2, capacity + 2, 50).astype(np.int32)
-        member = rng.random(50) < 0.7
+    for _ in range(6):
+        # Some out of range on both sides, and some more than once.
+        index = rng.integers(-3, capacity + 3, rows).astype(np.int32)
+        index[rng.random(rows) < 0.1] = rng.choice([-(2**31), 2**31 - 1, capacity])
+        member = rng.random(rows) < 0.6
         bits = change(bits, index, member)
         many = change_many(many, np.stack([index] * 2), np.stack([member] * 2))
         for number, is_member in zip(index, member, strict=True):

@@ -20,15 +20,13 @@ from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.sorting import keep_last
 from jaxbuf.occupancy.ages import AgeRange
-from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.ranking import Ranking
 from jaxbuf.occupancy.ring import Ring
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies import prioritized
 from jaxbuf.strategies.mass import over, points
-from tests.contract.test_compiled import copies
 
-EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0)}
+ITEM = {"obs": jnp.zeros(4), "reward": jnp.float32(0)}
 PRIORITIZED = jaxbuf.Prioritized()
 
 pytestmark = pytest.mark.skipif(
@@ -180,29 +178,6 @@ def test_rows_are_placed_in_the_tree_whatever_it_holds(capacity, rows):
 
 
 @pytest.mark.parametrize(
-    ("capacity", "rows"), [(1, 300), (31, 1), (32, 300), (1025, 1), (70_001, 300)]
-)
-def test_members_are_marked_as_the_definition_marks_them(capacity, rows):
-    rng = np.random.default_rng(capacity)
-    members, twin = Bitset.create(capacity), np.zeros(capacity, bool)
-    for _ in range(4):
-        # Out of range on both sides, and many of them more than once.
-        index = rng.integers(-3, capacity + 3, rows)
-        index[rng.random(rows) < 0.1] = rng.choice([-(2**31), 2**31 - 1, capacity])
-        member = rng.random(rows) < 0.6
-        members = both(Bitset.set, members, jnp.asarray(index, jnp.int32), jnp.asarray(member))
-        for i, is_member in zip(index, member, strict=True):
-            if 0 <= i < capacity:
-                twin[i] = is_member
-        every = members.get(jnp.arange(capacity, dtype=jnp.int32))
-        np.testing.assert_array_equal(every, twin)
-        assert members.size == twin.sum()
-    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), members)
-    index = jnp.asarray(rng.integers(0, capacity, (3, rows)), jnp.int32)
-    both(jax.vmap(Bitset.set), many, index, index % 2 == 0)
-
-
-@pytest.mark.parametrize(
     ("numbers", "rows"), [(1, 3), (7, 2), (7, 256), (300, 256), (300, 5000), (2**32, 5000)]
 )
 def test_the_last_of_equal_rows_is_the_same(numbers, rows):
@@ -351,73 +326,39 @@ def test_rows_are_computed_bit_for_bit(name):
         np.testing.assert_array_equal(found, word * below >> np.uint64(32))
 
 
-def test_kernels_of_rows_have_the_derivatives_of_their_definitions():
-    index = jnp.asarray([3, 9, 0, 1], jnp.int32)
-    written = jax.grad(lambda rows: jnp.sum(storage.write(jnp.zeros(5), rows, index)))
-    with using_native(True), called_from_python(True):
-        np.testing.assert_array_equal(written(jnp.ones(4)), [1, 0, 1, 1])
-    priority = jnp.asarray([0.3, 2.0, 0.0, 5.0])
-    slope = jax.grad(lambda priority: jnp.sum(jaxbuf.Prioritized(alpha=1.0).mass(priority)))
-    with using_native(True), called_from_python(True):
-        np.testing.assert_array_equal(slope(priority), [1, 1, 0, 1])
+def items():
+    return jaxbuf.ItemBuffer.create(ITEM, 2**14, sampler=PRIORITIZED)
 
 
-ITEM = {"obs": jnp.zeros(4), "reward": jnp.float32(0)}
-CREATE = {
-    "items": functools.partial(jaxbuf.ItemBuffer.create, ITEM, 2**14),
-    "windows": functools.partial(jaxbuf.TrajectoryBuffer.create, ITEM, 4, 2**12, sequence_length=8),
-    "many rings": functools.partial(
-        jaxbuf.TrajectoryBuffer.create, ITEM, 64, 64, sequence_length=8
-    ),
-}
+def windows(num_envs=4, **options):
+    return jaxbuf.TrajectoryBuffer.create(
+        ITEM, num_envs, 2**14 // num_envs, sequence_length=8, **options
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "sampler", "operation", "rows"),
+    ("make", "leading", "operation"),
     [
-        ("items", jaxbuf.Uniform(), "sample", 256),
-        ("items", PRIORITIZED, "add", 1024),
-        ("items", PRIORITIZED, "update", 256),
-        ("items", PRIORITIZED, "weights", 256),
-        ("items", PRIORITIZED, "sample with weights", 256),
-        ("items", PRIORITIZED, "sample with weights of the buffer", 256),
-        ("windows", PRIORITIZED, "add", 1024),
-        ("windows", PRIORITIZED, "sample", 64),
-        ("many rings", jaxbuf.Uniform(), "sample", 256),
+        (items, (1024,), lambda b, batch, *_: b.add(batch.data)),
+        (items, (256,), lambda b, batch, *_: b.update_priority(batch.slots, batch.probability)),
+        (items, (256,), lambda b, batch, key, beta: jaxbuf.importance_weights(b, batch, beta)),
+        (items, (256,), lambda b, _, key, beta: b.sample(key, 256, beta=beta)),
+        (items, (256,), lambda b, _, key, beta: b.sample(key, 256, beta=beta, normalize="buffer")),
+        (lambda: windows(sampler=PRIORITIZED), (4, 256), lambda b, batch, *_: b.add(batch.data)),
+        (lambda: windows(sampler=PRIORITIZED), (64,), lambda b, _, key, beta: b.sample(key, 64)),
+        (lambda: windows(64), (256,), lambda b, _, key, beta: b.sample(key, 256)),
     ],
 )
 def test_small_calls_count_fewer_operations_than_xla_hands_to_another_thread(
-    kind, sampler, operation, rows
+    make, leading, operation
 ):
     # XLA:CPU runs a program in the thread that calls it if it counts fewer than 1,000.
-    buffer = CREATE[kind](sampler=sampler)
-    leading = (rows,) if kind == "items" else (4, rows // 4)
-    items = jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape)), ITEM)
-    slots = Slots(jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.uint32))
-    function, *args = {
-        "add": lambda: (type(buffer).add, buffer, items),
-        "sample": lambda: (lambda b, key: b.sample(key, rows), buffer, jax.random.key(0)),
-        "sample with weights": lambda: (
-            lambda b, *args: b.sample(args[0], rows, beta=args[1]),
-            buffer,
-            jax.random.key(0),
-            0.4,
-        ),
-        "sample with weights of the buffer": lambda: (
-            lambda b, *args: b.sample(args[0], rows, beta=args[1], normalize="buffer"),
-            buffer,
-            jax.random.key(0),
-            0.4,
-        ),
-        "update": lambda: (type(buffer).update_priority, buffer, slots, jnp.ones(rows)),
-        "weights": lambda: (
-            lambda sample: jaxbuf.importance_weights(buffer, sample, 0.4),
-            jaxbuf.Sample(None, slots, jnp.ones(rows), jnp.ones(rows, bool)),
-        ),
-    }[operation]()
+    rows = jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape)), ITEM)
+    slots = Slots(jnp.zeros(leading, jnp.int32), jnp.zeros(leading, jnp.uint32))
+    batch = jaxbuf.Sample(rows, slots, jnp.ones(leading), jnp.ones(leading, bool))
     with using_native(True), called_from_python(True):
-        counted = jax.jit(function).lower(*args).compile().cost_analysis()
-    assert counted.get("flops", 0) < 1000
+        program = jax.jit(operation).lower(make(), batch, jax.random.key(0), 0.4).compile()
+    assert program.cost_analysis().get("flops", 0) < 1000
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -425,26 +366,6 @@ def test_searches_for_no_prefix_find_nothing(rows):
     tree, prefix = SegmentTree.create(20), jnp.zeros((rows,))
     index, value = both(SegmentTree.find, tree, prefix, prefix)
     assert index.shape == value.shape == (rows,)
-
-
-EMPTY = {
-    "prioritized": lambda n: jaxbuf.ItemBuffer.create(
-        jnp.int32(0), n, sampler=jaxbuf.Prioritized()
-    ),
-    "softmax": lambda n: jaxbuf.ItemBuffer.create(jnp.int32(0), n, sampler=jaxbuf.Softmax()),
-    "windows": lambda n: jaxbuf.TrajectoryBuffer.create(
-        jnp.int32(0), 1, n, sequence_length=2, sampler=jaxbuf.Prioritized()
-    ),
-}
-
-
-@pytest.mark.parametrize("capacity", [3, 1_200_007])
-@pytest.mark.parametrize("name", list(EMPTY))
-def test_an_empty_buffer_gives_no_rows(name, capacity):
-    with using_native(True):
-        batch = jaxbuf.sample(EMPTY[name](capacity), jax.random.key(0), 40)
-    assert not batch.valid.any()
-    assert (batch.slots.index == capacity).all()
 
 
 def test_rows_and_runs_are_the_same():
@@ -470,90 +391,25 @@ def test_rows_and_runs_are_the_same():
         both(jax.vmap(storage.read, (None, 0)), folded, index[:, None])
 
 
-@pytest.mark.parametrize("runs", [False, True])
-def test_gradients_are_the_same(runs):
-    data = {"x": jnp.arange(2400.0).reshape(12, 200), "n": jnp.arange(12)}
-    start = jnp.array([0, 11, 9])
+@pytest.mark.parametrize("natively", [False, True])
+def test_gradients(natively):
+    data, at = np.arange(2400, dtype=np.float32).reshape(12, 200), jnp.array([0, 11, 9])
+    index = jnp.array([3, 9, 0, 1], jnp.int32)
+    with using_native(natively), called_from_python(True):
 
-    def loss(x):
-        leaves = data | {"x": x}
-        rows = storage.read_runs(leaves, start, 3, 6) if runs else storage.read(leaves, start)
-        return jnp.sum(rows["x"] ** 2)
+        def slope(function, x):
+            return jax.jit(jax.grad(lambda x: jnp.sum(function(x))))(x)
 
-    with using_native(False):
-        wanted = jax.grad(loss)(data["x"])
-    with using_native(True):
-        assert "jaxbuf_take" in jax.jit(loss).lower(data["x"]).as_text()
-        same(jax.jit(jax.grad(loss))(data["x"]), wanted)
-
-
-BUFFERS = {
-    "items": lambda: jaxbuf.ItemBuffer.create(EXAMPLE, 500, sampler=PRIORITIZED),
-    "items without replacement": lambda: jaxbuf.ItemBuffer.create(
-        EXAMPLE, 500, sampler=jaxbuf.Prioritized(replacement=False)
-    ),
-    "softmax": lambda: jaxbuf.ItemBuffer.create(
-        EXAMPLE, 500, sampler=jaxbuf.Softmax(), evictor=jaxbuf.Lowest()
-    ),
-    "windows": lambda: jaxbuf.TrajectoryBuffer.create(
-        EXAMPLE, 4, 64, sequence_length=5, sampler=PRIORITIZED
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(BUFFERS))
-def test_a_buffer_does_the_same(name):
-    rng = np.random.default_rng(1)
-    buffers = [BUFFERS[name](), BUFFERS[name]()]
-    for step in range(6):
-        leading = (4, 30) if name == "windows" else ((3,), (300,))[step % 2]
-        items = {
-            "obs": jnp.asarray(rng.random((*leading, 7)), jnp.float32),
-            "reward": jnp.asarray(rng.random(leading), jnp.float32),
-        }
-        scores = {"score": items["reward"]} if name == "softmax" else {}
-        samples = []
-        for which, enabled in enumerate((False, True)):
-            with using_native(enabled):
-                buffers[which] = jaxbuf.add(buffers[which], items, **scores)
-                sample = jaxbuf.sample(buffers[which], jax.random.key(step), 40)
-                if not scores:
-                    priority = sample.data["reward"].reshape(40, -1)[:, 0] + 0.1
-                    buffers[which] = jaxbuf.update_priority(buffers[which], sample.slots, priority)
-                samples.append(sample)
-        # The probabilities of a softmax are exponentials, which XLA may fuse one way or another.
-        same((samples[0].data, samples[0].slots), (samples[1].data, samples[1].slots))
-        np.testing.assert_allclose(samples[0].probability, samples[1].probability, rtol=1e-6)
-        same(buffers[0], buffers[1])
-
-
-@pytest.mark.parametrize("seeds", [None, 3])
-def test_a_scan_does_the_same_and_copies_nothing(seeds):
-    buffer = jaxbuf.ItemBuffer.create(EXAMPLE, 2**14, sampler=PRIORITIZED)
-    keys = jax.random.split(jax.random.key(0), 5)
-
-    def step(buffer, key):
-        buffer = buffer.add({"obs": jnp.ones((64, 7)), "reward": jnp.ones(64)})
-        sample = buffer.sample(key, 256)
-        priority = (sample.slots.index % 7).astype(jnp.float32)
-        return buffer.update_priority(sample.slots, priority), sample.slots.index
-
-    if seeds:
-        buffer = jax.tree.map(lambda leaf: jnp.stack([leaf] * seeds), buffer)
-        keys = jax.random.split(jax.random.key(0), (5, seeds))
-        step = jax.vmap(step)
-
-    def program(buffer, keys):
-        return jax.lax.scan(step, buffer, keys)
-
-    with using_native(False):
-        without = jax.jit(program)(buffer, keys)
-    with using_native(True):
-        text = jax.jit(program).lower(buffer, keys).as_text()
-        assert "jaxbuf_set_leaves" in text
-        assert "jaxbuf_find" in text
-        assert not copies(program, buffer, keys)
-        same(jax.jit(program)(buffer, keys), without)
+        found = [
+            slope(lambda x: storage.read(x, at) ** 2, data),
+            slope(lambda x: storage.read_runs(x, at, 3, 6) ** 2, data),
+            slope(lambda rows: storage.write(jnp.zeros(5), rows, index), jnp.ones(4)),
+            slope(jaxbuf.Prioritized(alpha=1.0).mass, jnp.array([0.3, 2.0, 0.0, 5.0])),
+        ]
+    read, runs = np.bincount([0, 11, 9]), np.bincount([0, 1, 2, 11, 6, 7, 9, 10, 11])
+    expected = [2 * data * read[:, None], 2 * data * runs[:, None], [1, 0, 1, 1], [1, 1, 0, 1]]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_program_compiled_with_the_kernels_is_not_used_without():
@@ -564,7 +420,7 @@ def test_a_program_compiled_with_the_kernels_is_not_used_without():
         traces.append(None)
         return buffer.sample(jax.random.key(0), 4).slots
 
-    buffer = BUFFERS["items"]()
+    buffer = items()
     for enabled in (False, True, False, True):
         with using_native(enabled):
             draw(buffer)
@@ -573,7 +429,7 @@ def test_a_program_compiled_with_the_kernels_is_not_used_without():
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_other_backends_go_on_as_they_do(platform):
-    buffer = BUFFERS["items"]()
+    buffer = items()
     with using_native(True):
         traced = jax.jit(lambda b: b.sample(jax.random.key(0), 4)).trace(buffer)
         text = traced.lower(lowering_platforms=(platform,)).as_text()

@@ -16,8 +16,6 @@ UNSET = {"min": np.inf, "max": -np.inf}
 
 # Narrow trees without the kernels in C++ and with them, and wide ones, which have none.
 FORMS = ("pure", "native", "wide")
-# What has no kernel is tested once for each width.
-no_kernel = pytest.mark.parametrize("_form", ["pure", "wide"], indirect=True)
 narrow = pytest.mark.parametrize("_form", ["pure"], indirect=True)
 
 
@@ -94,32 +92,6 @@ def put(leaves, index, value):
     for where, what in zip(index, value, strict=True):
         if 0 <= where < len(leaves):
             leaves[where] = what
-
-
-# A wide tree has more than one level above 128 leaves, a narrow one above 16; and the kernels are
-# compared with what is done without them elsewhere.
-UPDATES = [
-    (form, capacity, ops)
-    for form, capacities in (("pure", (1, 16, 17, 5000)), ("wide", (5, 300)))
-    for capacity in capacities
-    for ops in OPS
-] + [("native", capacity, ops) for capacity in (17, 5000) for ops in OPS]
-
-
-@pytest.mark.parametrize(("_form", "capacity", "ops"), UPDATES, indirect=["_form"])
-def test_random_updates_agree_with_a_flat_array(capacity, ops):
-    rng = np.random.default_rng(capacity)
-    tree, leaves = create(capacity, ops), unset(capacity, ops)
-    check(tree, leaves)
-    # Every two of a capacity, operations and a number of rows meet, and not every three: how many
-    # levels are computed anew depends on the sizes alone, and what a node is on the operations.
-    few = (CAPACITIES.index(capacity) + OPS.index(ops)) % 2
-    for rows in ((2, 40), (1, 1000))[few] * 4:
-        index = rng.integers(-1, capacity + 2, rows)
-        value = rng.integers(0, 5, rows).astype(np.float32)
-        put(leaves, index, value)
-        tree = assign(tree, jnp.asarray(index, jnp.int32), jnp.asarray(value))
-        check(tree, leaves)
 
 
 @pytest.mark.parametrize("ops", OPS[1:4:2])
@@ -247,37 +219,6 @@ def test_points_at_the_total_and_beyond_find_the_last_leaf_with_mass(capacity, k
             assert found[:5].tolist() == [last] * 5
             assert mass[:5].tolist() == [leaves[last]] * 5
             assert mass[5] > 0
-
-
-@no_kernel
-@pytest.mark.parametrize("ops", [("sum", "max", "min_positive"), ("min",)])
-@pytest.mark.parametrize("capacity", [1, 16, 17, 300])
-def test_ranges(capacity, ops):
-    rng = np.random.default_rng(2)
-    leaves = rng.integers(0, 9, capacity).astype(np.float32)
-    tree = tree_of(leaves, ops)
-    bounds = [(0, capacity), (0, 0), (capacity, capacity + 3), (-2, 1)]
-    bounds += [tuple(sorted(rng.integers(0, capacity + 1, 2))) for _ in range(40)]
-
-    @jax.jit
-    @jax.vmap
-    def reduce(bound):
-        return [tree.reduce(*bound, op) for op in ops]
-
-    for op, found in zip(ops, reduce(np.array(bounds, np.int32)), strict=True):
-        twin = reference_reduce(op)
-        assert found.tolist() == [twin(leaves[max(start, 0) : stop]) for start, stop in bounds]
-
-
-def reference_reduce(op):
-    def reduce(part):
-        if op == "min_positive":
-            part = part[part > 0]
-        if not part.size:
-            return {"sum": 0.0, "min": np.inf, "max": -np.inf, "min_positive": 0.0}[op]
-        return float({"sum": np.sum, "max": np.max}.get(op, np.min)(part))
-
-    return reduce
 
 
 @pytest.mark.parametrize("_form", ["pure", "native"], indirect=True)
