@@ -203,6 +203,7 @@ DELETED = [
         ("store.json", {"leaves": {"['x']": 3, "['n']": 4}}),
         ("store.json", {"leaves": {"['x']": {}, "['n']": {}}}),
         ("store.json", {"format": [2]}),
+        ("store.json", {"format": 99}),
     ],
     ids=str,
 )

@@ -35,18 +35,9 @@ def kill_repeatedly(
 
     Each process first sends the number of the last thing it finds written, then goes on to write
     and sends each number once that is done. Whatever the moment of the kill, the next process must
-    find all that was acknowledged, and at most one thing more.
-
-    Args:
-        target: Runs until it is killed.
-        path: A folder for it.
-        longest: Each process is killed after a random time up to this, in seconds: every fourth
-            from its start, so while it opens what is there, half from when they go on to write, and
-            the others from when they have written something.
-        kills: How many.
-
-    Returns:
-        The last number that was acknowledged.
+    find all that was acknowledged, and at most one thing more. It comes within ``longest`` seconds:
+    a fourth of the time while a process opens what is there, half when it goes on to write, and
+    else when it has written something. Returns the last number that was acknowledged.
     """
     moment = random.Random(0)
     written = 0
@@ -127,18 +118,10 @@ def _one_of_two(path: Path, sender: Connection, who: int, k: int) -> None:
 
 
 def kill_two_savers(path: Path, longest: float, kills: int = KILLS_OF_TWO) -> int:
-    """Have two processes save to one folder and kill both, ``kills`` times over.
+    """Have two processes save to one folder and kill both, one after the other, ``kills`` times.
 
     Whatever the moments, what is there afterwards is whole, and nothing that was acknowledged
-    began after it was written.
-
-    Args:
-        path: The folder.
-        longest: They are killed one after the other within this time, in seconds.
-        kills: How often.
-
-    Returns:
-        How many saves were acknowledged.
+    began after it was written. Returns how many saves were acknowledged.
     """
     moment = random.Random(0)
     ended: dict[tuple[int, int], float] = {}
@@ -209,11 +192,7 @@ def _block(k: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def check_store(store: jaxbuf.Store) -> int:
-    """Every row is there once, but for the first ones, which are deleted.
-
-    Returns:
-        How many appends there were.
-    """
+    """Every row is there once, but for the first ones, which are deleted; counts the appends."""
     read = store.read(slice(len(store) - store.live, None))
     if not store.live:
         return 0
@@ -226,11 +205,6 @@ def check_store(store: jaxbuf.Store) -> int:
         # Part of the first one is deleted.
         np.testing.assert_array_equal(leaf, expected[-store.live :])
     return last + 1
-
-
-def compressed_store_writer(path: Path, sender: Connection) -> None:
-    """Do as ``store_writer`` does, with compressed files."""
-    store_writer(path, sender, compress=True)
 
 
 def store_writer(path: Path, sender: Connection, compress: bool = False) -> None:
