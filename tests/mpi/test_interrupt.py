@@ -72,13 +72,8 @@ def check_worker():
     worker._at_end.detach()
 
 
-def test_a_signal_while_a_worker_keeps_rows_leaves_them():
-    program = "from tests.mpi.test_interrupt import check_worker; check_worker()"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=120)
-
-
-def test_a_signal_while_a_reply_is_waited_for_leaves_a_manager():
-    program = "from tests.mpi.test_interrupt import check; check()"
+@pytest.mark.parametrize("case", ["check", "check_worker"])
+def test_a_signal_leaves_a_manager_and_the_rows_of_a_worker(case):
+    program = f"from tests.mpi.test_interrupt import {case}; {case}()"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=120)

@@ -98,8 +98,6 @@ def test_layouts_built_alike_are_equal():
     [
         ((3, 2), "world_size is 3; 2 managers with a worker each need at least 4 ranks"),
         ((4, 2, True), "and a coordinator need at least 5 ranks"),
-        ((4, 0), "num_managers is 0; expected an integer of at least 1"),
-        ((4.0, 1), "world_size is 4.0; expected an integer of at least 1"),
         ((4, 1, False, ("a", "b")), "nodes has 2 names; expected one for each of the 4 ranks"),
     ],
 )

@@ -138,10 +138,7 @@ def test_configurations_are_compared_by_value():
     ("build", "message"),
     [
         (lambda: Novelty(p=3), "p is 3; expected a norm: 1, 2 or inf"),
-        (lambda: NewModes(0.0, cutoff=-1.0), "cutoff is -1.0; expected at least 0"),
-        (lambda: NewModes(0.0, p=0.005), "p is 0.005; expected a norm"),
         (lambda: WeightedSum((Retained(),), {}), "weights is empty"),
-        (lambda: WeightedSum((Retained(),), {"retained": 1.0}, alpha=0), "alpha is 0; expected"),
         (lambda: _with_weights({"novel": 1.0}), r"weights has 'novel', which no part returns"),
     ],
 )

@@ -26,7 +26,6 @@ from jaxbuf.mpi import (
     Reply,
     Worker,
     make_communicators,
-    serve,
     wire,
 )
 from jaxbuf.mpi.wire import Header, Kind
@@ -216,6 +215,7 @@ def test_a_worker_refuses_bad_updates():
             slots = answer.slots
             for args, message in [
                 ((answer, np.zeros(4)), "slots is .*Answer.*; expected the slots of a sample"),
+                ((None, np.zeros(4)), r"slots is None; .* Worker\(\.\.\., slots=True\)"),
                 ((slots, np.zeros(3)), r"score has shape \(3,\); expected \(4,\)"),
                 ((slots, np.full(4, 1e300)), r"score\[0\] is 1e\+300"),
                 ((slots, np.zeros(4, complex)), "score has dtype complex"),
@@ -233,16 +233,6 @@ def test_a_worker_refuses_bad_updates():
     assert served.traffic.metrics()["updates"] == 0
     with pytest.raises(ValueError, match="slots is 1; expected True or False"):
         Worker(Communicators(lines(2)[0], None, None, object()), _lowest, rows=4, slots=1)
-
-
-def test_a_worker_that_did_not_ask_for_slots_is_told_how():
-    def work(communicators):
-        with Worker(communicators, _lowest, rows=_ROWS, timeout=30) as end:
-            answer = end.add(np.arange(4, dtype=np.int32), score=np.zeros(4, np.float32))
-            with pytest.raises(ValueError, match=r"slots is None; .* Worker\(\.\.\., slots=True\)"):
-                end.update_score(answer.slots, np.zeros(4))
-
-    run(_lowest(), work, rows=_ROWS)
 
 
 def test_updates_that_cannot_be_used_are_refused():
@@ -413,34 +403,8 @@ def _reference(workers):
 def test_real_ranks_update_their_own_items(ranks):
     printed = run_in_turn(ranks, __file__)
     assert [rank.stderr for rank in printed] == [""] * ranks
-    manager = json.loads(printed[-1].stdout)
-    expected = {}
-    for worker in range(ranks - 1):
-        items, _ = _batches(6, worker=worker)
-        expected |= {str(k): float(2 * k) for k in items[:4].reshape(-1).tolist()}
-        expected |= {str(k): -1.0 for k in items[4:].reshape(-1).tolist()}
-    for mode in _MODES:
-        assert manager[mode]["scores"] == expected
-        assert manager[mode]["faults"] == []
-        assert manager[mode]["updates"] == [24 * (ranks - 1), 0]
     reference = _scores(_reference(ranks - 1).buffer)
-    assert manager["lock step"] == {str(k): v for k, v in reference.items()}
-
-
-def _update_twice(mode, communicators, worker):
-    items, score = _batches(6, worker=worker)
-    with Worker(communicators, _roomy, rows=_ROWS, mode=mode, slots=True, timeout=60) as end:
-        answers = [end.add(items[k], score=score[k]) for k in range(6)]
-        answers = [answer for answer in answers if answer is not None]
-        answers += end.drain().answers
-        for answer in answers:
-            named = items[answer.sequence - 1]
-            late = answer.sequence > 4
-            end.update_score(answer.slots, np.full(_ROWS, -1.0) if late else np.float32(2 * named))
-
-
-def _roomy(workers):
-    return _lowest(workers, capacity=100)
+    assert json.loads(printed[-1].stdout) == {str(k): v for k, v in reference.items()}
 
 
 def _run_lock_step(communicators, rank):
@@ -464,25 +428,8 @@ def _program():
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    rank, size = world.Get_rank(), world.Get_size()
-    communicators = make_communicators(Layout(size))
-    is_manager = communicators.managers is not None
-    out = {}
-    for mode in _MODES:
-        if is_manager:
-            served = serve(communicators, _roomy(size - 1), rows=_ROWS, timeout=60, report=None)
-            counts = served.traffic.metrics()
-            out[mode] = {
-                "scores": _scores(served.manager.buffer),
-                "faults": served.faults,
-                "updates": [counts["updates"], counts["stale"]],
-            }
-        else:
-            _update_twice(mode, communicators, rank)
-    end = _run_lock_step(communicators, rank)
-    if is_manager:
-        out["lock step"] = _scores(end.manager.buffer)
-    print(json.dumps(out))
+    end = _run_lock_step(make_communicators(Layout(world.Get_size())), world.Get_rank())
+    print(json.dumps(_scores(end.manager.buffer) if end.is_manager else None))
 
 
 if __name__ == "__main__":

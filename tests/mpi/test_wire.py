@@ -197,6 +197,44 @@ def test_new_values_that_a_buffer_has_no_use_for_are_refused(peers):
     assert refused == [5, 6, 5, 6]
 
 
+def test_each_fault_of_a_message_is_told(peers, monkeypatch):
+    """Also of large arrays, which come as messages of their own; and of no other message."""
+    monkeypatch.setattr(wire, "_LARGE", 16)
+    known, kind = schemas(manager("scores"), ROWS), wire.Kind.BATCH
+    schema = known[kind]
+    legal = {"number": 77, "rows": ROWS, "checksum": schema.checksum}
+    whole, metadata = piece(kind, 77, ROWS, schema), known[wire.Kind.METADATA]
+    expected = f"expected {wire.MAGIC:#x}"
+    faults = {
+        "its tag is 7099; expected 7102": (7099, bytes(40)),
+        "it has 8 bytes; expected at least 40": (TAG, bytes(8)),
+        f"its magic number is 0x0; {expected}": (TAG, piece(kind, **legal, magic=0)),
+        f"{expected}: both ends need the same version": (
+            TAG, piece(kind, **legal, magic=wire.MAGIC + 1)
+        ),
+        "its kind is 4, which only a manager sends": (
+            TAG, piece(wire.Kind.METADATA, schema=metadata)
+        ),
+        f"its kind is 77; expected 1 to {len(wire.Kind)}": (TAG, piece(77, **legal)),
+        "its number is -1; expected at least 0": (TAG, piece(kind, **legal | {"number": -1})),
+        "it has 99 rows; expected 0 to 4": (TAG, piece(kind, **legal | {"rows": 99})),
+        "its arrays have other shapes or dtypes: rows and the example must be the same": (
+            TAG, piece(kind, **legal | {"checksum": schema.checksum + 1})
+        ),
+        f"it has 40 bytes; expected {schema.size}": (TAG, piece(kind, **legal)),
+        # The first large array is too short, and the second one is dropped.
+        "an array of it has 8 bytes; expected 32": (TAG, whole),
+    }  # fmt: skip
+    peers.came += [(0, *message) for message in faults.values()]
+    peers.came += [(0, TAG + 1, bytes(8)), (0, TAG + 1, bytes(16))]
+    # One that was cut short does not disturb the next one.
+    peers.came += [(0, TAG, whole)] * 2 + [(0, TAG + 1, bytes(32)), (0, TAG + 1, bytes(16))]
+    for fault, reason in zip(served(peers, "scores").faults, faults, strict=True):
+        assert fault.startswith("rank 0 sent a message that was refused: ")
+        assert reason in fault
+    assert [to for to, kind, _ in peers.sent if kind == wire.Kind.REPLY] == [0]
+
+
 @pytest.mark.parametrize("name", MANAGED)
 def test_no_message_ends_a_manager(peers, name):
     """Legal messages of which one field, the size, or all bytes are wrong."""

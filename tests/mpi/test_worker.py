@@ -22,7 +22,6 @@ from jaxbuf.mpi import (
     Layout,
     Manager,
     Min,
-    Percentile,
     Traffic,
     Worker,
     WorkerState,
@@ -30,6 +29,7 @@ from jaxbuf.mpi import (
     serve,
     wire,
 )
+from tests.programs.mpi_inside import run
 
 _ADDS, _ROWS, _EVERY, _CAPACITY = 7, 4, 3, 16
 # Floats of a large item: MPI sends messages of this size in another way than short ones.
@@ -66,15 +66,8 @@ def _large(workers):
 
 
 def _numbers(baseline):
-    def make(workers):
-        return Manager.create(
-            jaxbuf.reward_prioritized(jnp.float32(0), 4), workers, baseline=baseline
-        )
-
-    return make
-
-
-_BASELINES = {"min": Min(), "percentile": Percentile(0.1), "ema": EMA(0.1)}
+    buffer = jaxbuf.reward_prioritized(jnp.float32(0), 4)
+    return lambda workers: Manager.create(buffer, workers, baseline=baseline)
 
 
 def _inputs(worker):
@@ -87,13 +80,6 @@ def _inputs(worker):
     mask = random.random((_ADDS, _ROWS)) < 0.8
     items = {"state": jnp.asarray(states), "half": jnp.asarray(score, jnp.bfloat16)}
     return items, jnp.asarray(score), jnp.asarray(mask)
-
-
-def _trajectories():
-    random = np.random.default_rng(3)
-    states = jnp.asarray(random.integers(0, 6, (_ROWS, 5, 2)), jnp.int32)
-    mask = jnp.arange(5)[None] < jnp.array([3, 5, 0, 1])[:, None]
-    return states, mask, jnp.array([3.0, 2.0, 9.0, 1.0])
 
 
 def _reference(worker):
@@ -150,9 +136,12 @@ def test_all_modes_lose_nothing_and_agree(ranks):
             assert manager[mode]["faults"] == []
             for rank in group.workers:
                 _check_answers(facts[rank][mode], mode, rank, len(group.workers) == 1)
-    for rank in layout.workers:
-        _check_others(facts[rank])
-    _check_managers(facts[layout.managers[0]])
+    if ranks == 2:
+        assert facts[0]["large"]["answered"] == 4
+        # Adds, rows offered, batches sent, rows sent and batches skipped, after each add.
+        counters = [[1, 2, 1, 2, 0], [2, 4, 2, 4, 0], [3, 5, 3, 5, 0], [4, 6, 4, 6, 0]]
+        assert facts[0]["large"]["counters"] == counters
+        assert sorted(facts[1]["large"]) == [1, 1, 2, 2, 3, 4]
 
 
 def _check_answers(seen, mode, rank, alone):
@@ -171,42 +160,77 @@ def _check_answers(seen, mode, rank, alone):
         assert seen["metadata"] == {"size": int(manager.buffer.size), "batches": 3}
 
 
-def _check_others(seen):
-    if "filter" not in seen:
-        return
+def test_a_filter_leaves_rows_out_and_skips_batches():
+    make = _numbers(EMA(1.0))
+
+    def work(communicators):
+        chosen = BaselineFilter.create(refresh_after=2)
+        with Worker(communicators, make, rows=5, filter=chosen, timeout=60) as end:
+            answered = []
+            for low in (10.0, 0.0, 0.0):
+                score = jnp.arange(5, dtype=jnp.float32) + low
+                answered.append(end.add(score, score=score) is not None)
+            # The batch that was sent whole made the baseline 0, so only the first row is left out.
+            score = jnp.array([-1.0, 0.0, 1.0, 2.0])
+            answered.append(end.add(score, score=score) is not None)
+            return answered, end.metrics()
+
+    served, (answered, metrics) = run(make(1), work, rows=5)
     # The first batch is sent, the second is skipped, the third is sent whole, the last in part.
-    assert seen["filter"]["answered"] == [True, False, True, True]
-    counts = {name: seen["filter"]["metrics"][name] for name in ("offered", "sent", "skipped")}
-    assert counts == {"offered": 19, "sent": 13, "skipped": 1}
-    assert seen["filter"]["metrics"]["kept_by_filter"] == 8
-    np.testing.assert_allclose(seen["min"], [0, 0, 1, 2, 3, 4, 5, 6], atol=1e-6)
-    expected = [0, 0.15, 1.15, 2.15, 3.15, 4.15, 5.15, 6.15]
-    np.testing.assert_allclose(seen["percentile"], expected, atol=1e-6)
+    assert answered == [True, False, True, True]
+    expected = {"offered": 19, "sent": 13, "skipped": 1, "kept_by_filter": 8}
+    assert {name: metrics[name] for name in expected} == expected
+    counts = served.manager.metrics()
+    assert (int(counts["rows"]), int(counts["batches"])) == (13, 3)
+
+
+def test_answers_bring_the_baseline_and_refusals_change_nothing():
+    make = _numbers(EMA(0.1))
+    batches = [jnp.array([i, i + 0.5], jnp.float32) for i in range(8)]
+
+    def work(communicators):
+        with Worker(communicators, make, rows=2, timeout=60) as end:
+            for items, score, message in (
+                (
+                    jnp.zeros(3),
+                    jnp.zeros(3),
+                    "items have 3 rows, but a message has room for 2",
+                ),
+                (jnp.zeros(2), None, "uses the score of items"),
+                (jnp.zeros(2, jnp.int32), jnp.zeros(2), r"has dtype int32; expected float32"),
+                (jnp.float32(0), jnp.zeros(2), r"items has shape \(\); expected \(B,\)"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    end.add(items, score=score)
+            return [end.add(batch, score=batch).baseline for batch in batches]
+
+    _, found = run(make(1), work, rows=2)
     expected = [0, 0.1, 0.29, 0.561, 0.9049, 1.31441, 1.782969, 2.3046721]
-    np.testing.assert_allclose(seen["ema"], expected, rtol=1e-6)
-    assert seen["only scores"] == [0.0, 6.0, 0.0]
-    assert seen["large"]["answered"] == 4
-    # Adds, rows offered, batches sent, rows sent and batches skipped, after each add.
-    assert seen["large"]["counters"] == [
-        [1, 2, 1, 2, 0],
-        [2, 4, 2, 4, 0],
-        [3, 5, 3, 5, 0],
-        [4, 6, 4, 6, 0],
-    ]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def _check_managers(seen):
-    if "filter" not in seen:
-        return
-    assert seen["filter"] == {"rows": 13, "batches": 3}
-    assert sorted(seen["large"]) == [1, 1, 2, 2, 3, 4]
-    states, mask, score = _trajectories()
-    last, there = jaxbuf.terminal_states(states, mask=mask)
-    buffer = _diverse(1).buffer.add(last, score=score, mask=there)
-    assert seen["diverse"] == _held(buffer)
-    assert seen["only scores"] == {"size": 0, "batches": 1}
-    assert "rank 0" in seen["table"]
-    assert "MB/s" in seen["table"]
+@pytest.mark.parametrize("make", [_diverse, _only_scores])
+def test_of_trajectories_the_terminal_states_are_sent(make):
+    random = np.random.default_rng(3)
+    states = jnp.asarray(random.integers(0, 6, (_ROWS, 5, 2)), jnp.int32)
+    mask = jnp.arange(5)[None] < jnp.array([3, 5, 0, 1])[:, None]
+    score = jnp.array([3.0, 2.0, 9.0, 1.0])
+
+    def work(communicators):
+        with Worker(communicators, make, rows=_ROWS, scoring_only=True, timeout=60) as end:
+            return end.add(states, score=score, mask=mask).scores
+
+    served, scores = run(make(1), work, rows=_ROWS)
+    assert int(served.manager.metrics()["batches"]) == 1
+    if make is _only_scores:
+        assert [float(scores["held"]), *scores["pair"].tolist()] == [0.0, 6.0, 0.0]
+        assert int(served.manager.buffer.size) == 0
+    else:
+        last, there = jaxbuf.terminal_states(states, mask=mask)
+        expected = make(1).buffer.add(last, score=score, mask=there)
+        assert _held(served.manager.buffer) == _held(expected)
+    assert "rank 0" in served.traffic.table()
+    assert "MB/s" in served.traffic.table()
 
 
 @pytest.mark.parametrize(
@@ -342,41 +366,6 @@ def _run_mode(mode, communicators, worker):
     return out
 
 
-def _run_filter(communicators):
-    chosen = BaselineFilter.create(refresh_after=2)
-    make = _numbers(EMA(1.0))
-    with Worker(communicators, make, rows=5, filter=chosen, timeout=60) as end:
-        answered = []
-        for low in (10.0, 0.0, 0.0):
-            score = jnp.arange(5, dtype=jnp.float32) + low
-            answered.append(end.add(score, score=score) is not None)
-        # The batch that was sent whole made the baseline 0, so only the first row is left out.
-        score = jnp.array([-1.0, 0.0, 1.0, 2.0])
-        answered.append(end.add(score, score=score) is not None)
-        metrics = end.metrics()
-        del metrics["baseline"]
-    return {"answered": answered, "metrics": metrics}
-
-
-def _check_refusals(end):
-    score = jnp.zeros(3)
-    with pytest.raises(ValueError, match="items have 3 rows, but a message has room for 2 more"):
-        end.add(score, score=score)
-    with pytest.raises(ValueError, match="uses the score of items"):
-        end.add(score[:2])
-    with pytest.raises(ValueError, match=r"items has dtype int32; expected float32"):
-        end.add(score[:2].astype(jnp.int32), score=score[:2])
-    with pytest.raises(ValueError, match=r"items has shape \(\); expected \(B,\)"):
-        end.add(jnp.float32(0), score=score[:2])
-
-
-def _run_baselines(communicators, make):
-    with Worker(communicators, make, rows=2, timeout=60) as end:
-        _check_refusals(end)
-        batches = [jnp.array([i, i + 0.5], jnp.float32) for i in range(8)]
-        return [end.add(batch, score=batch).baseline for batch in batches]
-
-
 def _run_large(communicators):
     with Worker(communicators, _large, rows=2, mode="pipelined", timeout=60) as end:
         counters = []
@@ -394,12 +383,6 @@ def _run_large(communicators):
         return {"answered": end.metrics()["answered"], "counters": counters}
 
 
-def _run_terminal(communicators, make):
-    states, mask, score = _trajectories()
-    with Worker(communicators, make, rows=_ROWS, scoring_only=True, timeout=60) as end:
-        return end.add(states, score=score, mask=mask)
-
-
 def _program():
     from mpi4py import MPI
 
@@ -410,13 +393,13 @@ def _program():
     workers = communicators.group.Get_size() - 1
     out = {}
 
-    def run(make, rows):
+    def run_manager(make, rows):
         return serve(communicators, make(workers), rows=rows, timeout=60, report=None)
 
     is_manager = communicators.managers is not None
     for mode in _MODES:
         if is_manager:
-            served = run(_prioritized, _EVERY * _ROWS)
+            served = run_manager(_prioritized, _EVERY * _ROWS)
             counts = served.manager.metrics()
             out[mode] = {
                 "kept": _kept(served.manager),
@@ -426,29 +409,12 @@ def _program():
             }
         else:
             out[mode] = _run_mode(mode, communicators, rank)
-    if size == 2:
-        if is_manager:
-            metrics = run(_numbers(EMA(1.0)), 5).manager.metrics()
-            out["filter"] = {name: int(metrics[name]) for name in ("rows", "batches")}
-            for baseline in _BASELINES.values():
-                run(_numbers(baseline), 2)
-            items = run(_large, 2).manager.buffer.latest(6).data
-            assert (items == items[:, :1]).all()
-            out["large"] = items[:, 0].tolist()
-            buffer = run(_diverse, _ROWS).manager.buffer
-            out["diverse"] = _held(buffer)
-            served = run(_only_scores, _ROWS)
-            metrics = served.manager.metrics()
-            out["only scores"] = {name: int(metrics[name]) for name in ("size", "batches")}
-            out["table"] = served.traffic.table()
-        else:
-            out["filter"] = _run_filter(communicators)
-            for name, baseline in _BASELINES.items():
-                out[name] = _run_baselines(communicators, _numbers(baseline))
-            out["large"] = _run_large(communicators)
-            _run_terminal(communicators, _diverse)
-            scores = _run_terminal(communicators, _only_scores).scores
-            out["only scores"] = [float(scores["held"]), *scores["pair"].tolist()]
+    if size == 2 and is_manager:
+        items = run_manager(_large, 2).manager.buffer.latest(6).data
+        assert (items == items[:, :1]).all()
+        out["large"] = items[:, 0].tolist()
+    elif size == 2:
+        out["large"] = _run_large(communicators)
     print(json.dumps(out))
 
 

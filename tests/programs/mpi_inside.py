@@ -85,17 +85,9 @@ def run(
     group: list[Line] | None = None,
     **options: Any,
 ) -> tuple[Served, Any]:
-    """Serves one worker, which is this thread.
+    """Serves one worker, whose program is ``work`` in this thread; returns what both returned.
 
-    Args:
-        manager: The manager.
-        work: The program of the worker.
-        rows: The rows of a message.
-        group: The communicators of an earlier run; None makes new ones.
-        **options: Options of `serve`.
-
-    Returns:
-        What `serve` and the worker returned.
+    An earlier run gives its communicators as ``group``; others are options of `serve`.
     """
     ours, theirs = lines(2) if group is None else group
     with ThreadPoolExecutor(1) as pool:

@@ -36,11 +36,7 @@ class RankOutput(NamedTuple):
 
 
 class RanksFailedError(RuntimeError):
-    """A rank failed, or the ranks did not end in time.
-
-    Attributes:
-        ranks: the output of each rank up to then.
-    """
+    """A rank failed, or the ranks did not end in time; `ranks` has their output up to then."""
 
     def __init__(self, reason: str, ranks: list[RankOutput], launcher: str):
         self.ranks = ranks
@@ -66,24 +62,10 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     linger: str | os.PathLike[str] | None = None,
 ) -> list[RankOutput]:
-    """Runs a program on `n` ranks, on the CPU, with strict promotion and warnings as errors.
+    """Runs a script, or a module, on `n` ranks, on the CPU, with warnings as errors.
 
-    An exception on one rank aborts all of them.
-
-    Args:
-        n: number of ranks.
-        program: path of a script (`*.py`), or name of a module.
-        *args: the program's arguments, turned into strings.
-        timeout: seconds after which all ranks are ended.
-        env: environment variables on top of, or instead of, those of the tests.
-        linger: until this file exists, the launcher does not see that a rank was killed, and does
-            not end the others.
-
-    Returns:
-        The output of each rank, in the order of ranks.
-
-    Raises:
-        RanksFailedError: a rank failed, or the ranks did not end in time.
+    An exception on one rank aborts all of them. Until the file `linger` exists, the launcher does
+    not see that a rank was killed, and does not end the others.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         launcher = _launch(n, folder, program, *args, env=env, linger=linger)
@@ -104,20 +86,7 @@ def run_in_turn(
 ) -> list[RankOutput]:
     """Runs a program as `run_ranks` does, on ranks that stay to run further programs.
 
-    The ranks keep their imports and compiled programs. After a program has failed, the next one
-    runs on new ranks.
-
-    Args:
-        n: number of ranks.
-        program: path of a script (`*.py`), or name of a module.
-        *args: the program's arguments, turned into strings.
-        timeout: seconds after which all ranks are ended.
-
-    Returns:
-        The output of each rank, in the order of ranks.
-
-    Raises:
-        RanksFailedError: a rank failed, or the program did not end in time.
+    They keep their imports and compiled programs. After one has failed, the next has new ranks.
     """
     standing = _standing(n)
     outputs, reason = standing.run(program, args, timeout)
