@@ -70,13 +70,23 @@ def _plain(workers):
     return Manager.create(jaxbuf.ItemBuffer.create(_ITEM, 5), workers)
 
 
+def _updated(workers):
+    return Manager.create(jaxbuf.reward_prioritized(_ITEM, 7), workers)
+
+
+def _new_scores(reward):
+    """Returns what a worker learns later of some rows of a batch, and which they are."""
+    return reward[::-1] + 0.5, np.arange(_ROWS) < 2
+
+
 _CASES = {
     "prioritized": (_prioritized, BaselineFilter.create(refresh_after=2)),
     "diverse": (_diverse, None),
     "plain": (_plain, None),
+    "updated": (_updated, None),
 }
 # Starting ranks and compiling take long, so each number of ranks has its own cases.
-_CASES_OF = {2: ("plain",), 3: ("prioritized", "diverse"), 4: ("prioritized",)}
+_CASES_OF = {2: ("plain", "updated"), 3: ("prioritized", "diverse", "updated"), 4: ("prioritized",)}
 
 
 def _inputs(rank):
@@ -107,7 +117,8 @@ def _reference(name, layout):
     """Compute what all ranks hold in one process, one rank after the other."""
     make, chosen = _CASES[name]
     scored = name != "plain"
-    receive, select = jax.jit(Manager.receive), jax.jit(BaselineFilter.select)
+    insert, select = jax.jit(Manager.insert), jax.jit(BaselineFilter.select)
+    update = jax.jit(Manager.update_score)
     groups = [(group.workers, make(len(group.workers))) for group in layout.groups]
     managers = [manager for _, manager in groups]
     baselines = [jnp.float32(-jnp.inf)] * len(groups)
@@ -116,7 +127,7 @@ def _reference(name, layout):
     heard = {rank: [] for rank in range(layout.world_size)}
     inputs = {rank: _inputs(rank) for rank in layout.workers}
     for step in range(_STEPS):
-        own, any_sent = [], []
+        own, any_sent, slots = [], [], {}
         for g, (workers, _) in enumerate(groups):
             sent = False
             for number, rank in enumerate(workers):
@@ -124,7 +135,7 @@ def _reference(name, layout):
                 items, score, mask = _train(counts[rank], batch, scored)
                 if filters[rank] is not None:
                     filters[rank], mask = select(filters[rank], score, baselines[g], mask)
-                managers[g], scores = receive(
+                managers[g], scores, slots[rank] = insert(
                     managers[g], items, score=score, mask=mask, sender=jnp.int32(number)
                 )
                 answered = bool(mask.any())
@@ -135,6 +146,9 @@ def _reference(name, layout):
                 heard[rank].append((scores, answered))
             own.append(managers[g].baseline_value())
             any_sent.append(sent)
+            for rank in workers if name == "updated" else ():
+                new, rows = _new_scores(inputs[rank][1][step])
+                managers[g] = update(managers[g], slots[rank], new, mask=rows)
         if len(groups) > 1:
             own = [jnp.minimum(*own)] * 2
             any_sent = [True] * 2
@@ -243,13 +257,16 @@ def _plainly(x):
 def _run_case(name, communicators, rank, size):
     make, chosen = _CASES[name]
     agreement = "min" if size == 4 else None
-    end = LockStep.create(communicators, make, filter=chosen, agreement=agreement)
-    scored = name != "plain"
+    scored, slots = name != "plain", name == "updated"
+    end = LockStep.create(communicators, make, filter=chosen, agreement=agreement, slots=slots)
 
     def step(carry, batch):
         end, count = carry
         items, score, mask = _train(count, batch, scored)
         end, reply = end.exchange(items, score=score, mask=mask)
+        if slots:
+            new, rows = _new_scores(score)
+            end = end.update_score(reply.slots, new, mask=rows)
         return (end, count + reply.answered.astype(jnp.int32)), reply
 
     run = jax.jit(functools.partial(lax.scan, step), donate_argnums=0)

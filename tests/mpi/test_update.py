@@ -1,16 +1,9 @@
-"""Scores and priorities that a worker learns later reach the items of its manager.
-
-Run as a program, this file is the program of the ranks, which prints what each of them saw.
-"""
-
-import json
+"""Scores and priorities that a worker learns later reach the items of its manager."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from tests.programs.mpi_launch import run_in_turn
 
 pytest.importorskip("mpi4jax")
 
@@ -19,13 +12,10 @@ from jaxbuf.mpi import (
     BaselineFilter,
     Communicators,
     ExchangeError,
-    Layout,
-    LockStep,
     Manager,
     Min,
     Reply,
     Worker,
-    make_communicators,
     wire,
 )
 from jaxbuf.mpi.wire import Header, Kind
@@ -75,13 +65,6 @@ def _scores(buffer):
     return dict(zip(np.asarray(buffer.data)[live].tolist(), scores, strict=True))
 
 
-def _batches(count, rows=_ROWS, worker=0):
-    """Returns the numbers of items and their scores, all different, batch by batch."""
-    random = np.random.default_rng(worker)
-    items = np.arange(count * rows, dtype=np.int32).reshape(count, rows) + 1000 * worker
-    return items, random.permutation(items.size).reshape(items.shape).astype(np.float32)
-
-
 def _new_scores(items, step):
     """Returns scores that no other item has, and no batch."""
     random = np.random.default_rng((7, step))
@@ -94,7 +77,8 @@ def _new_scores(items, step):
 def test_a_score_that_is_learned_later_reaches_the_item(mode, large, monkeypatch):
     if large:
         monkeypatch.setattr(wire, "_LARGE", 16)
-    items, score = _batches(8)
+    items = np.arange(8 * _ROWS, dtype=np.int32).reshape(8, _ROWS)
+    score = np.random.default_rng(0).permutation(np.float32(items.ravel())).reshape(items.shape)
     twin, answered = Twin(_CAPACITY), []
 
     def work(communicators):
@@ -366,71 +350,3 @@ def test_the_baseline_follows_new_scores():
     assert not received.buffer.holds(slots).any()
     stale = received.update_score(slots, jnp.zeros(3))
     assert _scores(stale.buffer) == {3: 11.0, 4: 12.0, 5: 13.0}
-
-
-def _locked(workers):
-    return _lowest(workers, capacity=7)
-
-
-def _lock_step_inputs(rank):
-    items, score = _batches(6, 3, rank)
-    random = np.random.default_rng(rank + 50)
-    new = random.permutation(18).reshape(6, 3).astype(np.float32) + np.float32(5.5 + 0.1 * rank)
-    return items, score + np.float32(0.25 * rank), random.random((6, 3)) < 0.7, new
-
-
-def _reference(workers):
-    """Compute in one process what the manager holds after all exchanges and updates."""
-    manager = _locked(workers)
-    insert, update = jax.jit(Manager.insert), jax.jit(Manager.update_score)
-    inputs = [_lock_step_inputs(rank) for rank in range(workers)]
-    for step in range(6):
-        slots = []
-        for rank, (items, score, mask, _) in enumerate(inputs):
-            manager, _, placed = insert(
-                manager, items[step], score=score[step], mask=mask[step], sender=jnp.int32(rank)
-            )
-            slots.append(placed)
-        for rank, (_, _, _, new) in enumerate(inputs):
-            if step != 2:
-                manager = update(manager, slots[rank], new[step], mask=jnp.array([1, 1, 0], bool))
-    return manager
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_real_ranks_update_their_own_items(ranks):
-    printed = run_in_turn(ranks, __file__)
-    assert [rank.stderr for rank in printed] == [""] * ranks
-    reference = _scores(_reference(ranks - 1).buffer)
-    assert json.loads(printed[-1].stdout) == {str(k): v for k, v in reference.items()}
-
-
-def _run_lock_step(communicators, rank):
-    end = LockStep.create(communicators, _locked, slots=True)
-    is_manager = communicators.managers is not None
-    inputs = jax.tree.map(jnp.asarray, _lock_step_inputs(0 if is_manager else rank))
-
-    def step(end, inputs):
-        number, (items, score, mask, new) = inputs
-        end, reply = end.exchange(items, score=score, mask=mask)
-        rows = jnp.array([True, True, False]) & (number != 2)
-        return end.update_score(reply.slots, new, mask=rows), reply.slots.index
-
-    end, index = jax.jit(lambda *x: jax.lax.scan(step, *x))(end, (jnp.arange(6), inputs))
-    if not is_manager:
-        assert (index == 7)[~inputs[2]].all()
-    return end
-
-
-def _program():
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    end = _run_lock_step(make_communicators(Layout(world.Get_size())), world.Get_rank())
-    print(json.dumps(_scores(end.manager.buffer) if end.is_manager else None))
-
-
-if __name__ == "__main__":
-    _program()
