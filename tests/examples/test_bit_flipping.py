@@ -1,7 +1,6 @@
 """The bit-flipping example: it learns what it cannot learn without, and says what is wrong."""
 
 import functools
-import json
 import shutil
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 import bit_flipping
-from tests.programs.run_example import error_of, finish, interrupt
+from tests.programs.run_example import check_files, error_of, finish, interrupt
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -40,17 +39,7 @@ def test_only_hindsight_learns(finished):
 
 
 def test_a_run_leaves_its_files(finished):
-    picture = finished.folder / "success.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"success rates, log and checkpoint are in {finished.folder}" in finished.out
-    record = json.loads((finished.folder / "run.json").read_text())
-    assert (record["example"], record["options"]["bits"]) == ("bit_flipping", 8)
-
-
-def test_progress_shows_success_and_speed(finished):
-    assert "episodes/s" in finished.err
-    assert "% without hindsight, " in finished.err
-    assert "100%|" in finished.err
+    check_files(finished, "success rates", ["success"], "bit_flipping", bits=8)
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(

@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import json
 import re
-import shutil
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +14,7 @@ import scipy.stats
 
 import gflownet
 from gflownet import HyperGrid, pick
-from tests.programs.run_example import error_of, finish, interrupt
+from tests.programs.run_example import check_files, finish, interrupt
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -240,18 +238,7 @@ def test_what_a_run_says_of_the_buffers():
 
 
 def test_a_run_leaves_its_files(finished):
-    for name in ("modes", "distance", "marginals"):
-        picture = finished.folder / f"{name}.png"
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"pictures, log and checkpoint are in {finished.folder}" in finished.out
-    record = json.loads((finished.folder / "run.json").read_text())
-    assert (record["example"], record["options"]["dims"]) == ("gflownet", 2)
-
-
-def test_progress_shows_modes_and_speed(finished):
-    assert "modes none " in finished.err
-    assert "updates/s" in finished.err
-    assert "100%" in finished.err
+    check_files(finished, "pictures", ["modes", "distance", "marginals"], "gflownet", dims=2)
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
@@ -270,26 +257,3 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
 def without_times(printed):
     """The table up to the columns that tell how fast it was."""
     return [row.split()[:-3] for row in printed.splitlines()[:6]]
-
-
-def test_a_run_that_is_trained_can_be_told_of_again(finished, tmp_path):
-    out = shutil.copytree(finished.folder, tmp_path / "run")
-    pictures = {path.name: path.read_bytes() for path in out.glob("*.png")}
-    for name in pictures:
-        (out / name).unlink()
-    again = finish(gflownet.main, ["--out", str(out), "--resume"], out)
-    assert without_times(again.out) == without_times(finished.out)
-    assert {path.name: path.read_bytes() for path in out.glob("*.png")} == pictures
-
-
-def test_resume_refuses_another_configuration(finished, capsys):
-    again = ["--out", str(finished.folder), "--resume"]
-    message = error_of(gflownet, [*again, "--steps", "299"], capsys)
-    assert "has --steps 300, not 299; only --steps may grow" in message
-    message = error_of(gflownet, [*again, "--buffer", "none"], capsys)
-    assert "has --buffer ('none', 'fifo', 'reward', 'diverse'), not ('none',)" in message
-
-
-def test_files_of_somebody_else_are_left_alone(tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert "choose another --out" in error_of(gflownet, ["--out", str(tmp_path)], capsys)

@@ -1,7 +1,6 @@
 """The levels example: it learns, keeps the mazes that teach, and its mazes are what it says."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import levels
-from tests.programs.run_example import finish, interrupt, logged
+from tests.programs.run_example import check_files, finish, logged
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -53,23 +52,8 @@ def test_the_mazes_that_are_played_again_teach_more(finished):
 
 
 def test_a_run_leaves_its_files(finished):
-    assert (finished.folder / "solved.png").read_bytes().startswith(b"\x89PNG")
-    assert f"solved.png, log and checkpoint are in {finished.folder}" in finished.out
-    record = json.loads((finished.folder / "run.json").read_text())
-    assert (record["example"], record["options"]["size"]) == ("levels", 4)
+    check_files(finished, "solved.png", ["solved"], "levels", size=4)
     assert "uniform, " in finished.err
-
-
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
-    finished, tmp_path, monkeypatch, capsys
-):
-    out = tmp_path / "run"
-    interrupt(levels.main, [*QUICK, "--out", str(out)], 23, monkeypatch, capsys)
-    interrupt(levels.main, ["--out", str(out), "--resume"], 12, monkeypatch, capsys)
-    # The way it goes on shows soon; the test of bit flipping goes on to the end.
-    lines, whole = ((run / "log.csv").read_text().splitlines() for run in (out, finished.folder))
-    assert 30 <= len(lines) < 40
-    assert lines == whole[: len(lines)]
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """The R2D2 example: it remembers what its twin forgets, and does what the paper says."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import r2d2
-from tests.programs.run_example import finish, interrupt, logged
+from tests.programs.run_example import check_files, finish, interrupt, logged
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
@@ -39,12 +38,8 @@ def test_only_memory_learns(finished):
 
 
 def test_a_run_leaves_its_files(finished):
-    assert (finished.folder / "return.png").read_bytes().startswith(b"\x89PNG")
-    assert f"return.png, log and checkpoint are in {finished.folder}" in finished.out
-    record = json.loads((finished.folder / "run.json").read_text())
-    assert (record["example"], record["options"]["burn_in"]) == ("r2d2", 2)
-    rows = logged(finished.folder)
-    for row in rows:
+    check_files(finished, "return.png", ["return"], "r2d2", burn_in=2)
+    for row in logged(finished.folder):
         assert row["loss/R2D2/1"] > 0
         assert row["off/R2D2/1"] > 0
         assert row["off/without memory/1"] == 0

@@ -12,7 +12,7 @@ import pytest
 import jaxbuf
 import sac
 from jaxbuf.interop import transition_like
-from tests.programs.run_example import error_of, finish, interrupt, logged
+from tests.programs.run_example import check_files, error_of, finish, interrupt, logged
 from tests.programs.tensorboard import events_of
 
 pytestmark = pytest.mark.usefixtures("promotion")
@@ -83,10 +83,7 @@ def test_programs_are_compiled_in_the_first_steps_only(learned):
 
 
 def test_a_run_leaves_its_files(learned):
-    picture = (learned.folder / "learning_curve.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 10_000
-    assert f"learning curve, log and checkpoint are in {learned.folder}" in learned.out
+    check_files(learned, "learning curve", ["learning_curve"], "sac", steps=10_000)
     assert "steps/s, return" in learned.err
     state = final_state(learned.folder)
     assert int(state.step) == 10_000

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import itertools
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,16 @@ def logged(folder):
     """The rows of a run's log, each a dict of numbers."""
     with (folder / "log.csv").open() as file:
         return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def check_files(run, said, pictures, example, **options):
+    """A run has left its pictures and its record, and has said where they are."""
+    for picture in pictures:
+        assert (run.folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{said}, log and checkpoint are in {run.folder}" in run.out
+    record = json.loads((run.folder / "run.json").read_text())
+    assert record["example"] == example
+    assert options.items() <= record["options"].items()
 
 
 def error_of(example, argv, capsys):

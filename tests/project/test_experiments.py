@@ -122,12 +122,6 @@ def test_runs_that_are_given_up_are_counted(tmp_path):
     assert (tmp_path / "cliffwalk.svg").exists()
 
 
-def test_td_errors_are_zero_at_the_true_values():
-    values = jnp.asarray(cliffwalk.true_values(5), jnp.float32)
-    state, right = cliffwalk.memory(5)
-    np.testing.assert_allclose(cliffwalk.td_error(values, state, right), 0.0, atol=1e-6)
-
-
 def test_an_interval_covers_the_mean_of_its_population():
     rng = np.random.default_rng(1)
     covered = 0

@@ -90,26 +90,21 @@ def test_every_choice_exists():
         assert named <= notebooks, row
 
 
-@pytest.mark.parametrize("name", STORIES)
-def test_stories_and_tables_link_to_each_other(name):
-    page = f"from_{name.replace('-', '_')}.md"
-    story = guide(page)
-    assert "\n## Before\n" in story
-    assert "\n## After\n" in story
-    assert "\n## Left out on purpose\n" in story
-    assert f"](moving.md#{name})" in story
-    assert f"({page})" in section(guide("moving.md"), name)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_page_of_the_others_tells_each_story(name):
-    page = guide("from_others.md")
-    story = section(page, name)
-    assert "\n### Before\n" in story
-    assert "\n### After\n" in story
-    assert "\n### Left out on purpose\n" in story
-    assert f"](moving.md#{name})" in page
-    assert f"(from_others.md#{name})" in section(guide("moving.md"), name)
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        *((name, f"from_{name.replace('-', '_')}.md") for name in STORIES),
+        *((name, "from_others.md") for name in OTHERS),
+    ],
+)
+def test_stories_and_tables_link_to_each_other(name, page):
+    among_others = page == "from_others.md"
+    story = section(guide(page), name) if among_others else guide(page)
+    for title in ("Before", "After", "Left out on purpose"):
+        assert f"\n{'###' if among_others else '##'} {title}\n" in story
+    assert f"](moving.md#{name})" in guide(page)
+    anchor = f"#{name}" if among_others else ""
+    assert f"({page}{anchor})" in section(guide("moving.md"), name)
 
 
 def misplaced(text):
