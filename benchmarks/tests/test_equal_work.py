@@ -17,7 +17,6 @@ from benchmarks.harness import (
     Operation,
     Options,
     Row,
-    Unavailable,
     UnequalWork,
     run_row,
     time_operation,
@@ -116,11 +115,6 @@ def test_no_library_comes_right_after_itself():
     turns = order[-18:]
     assert all(one != after for one, after in itertools.pairwise(turns))
     assert all(set(turns[i : i + 3]) == set("abc") for i in range(0, 18, 3))
-
-
-def test_an_environment_that_is_missing_is_unavailable():
-    with pytest.raises(Unavailable, match="make benchmark-nowhere"):
-        peer_process.environment("nowhere")
 
 
 @pytest.mark.parametrize("prioritized", [False, True])

@@ -37,11 +37,6 @@ def test_a_row_has_medians_quartiles_and_floors():
     }
 
 
-def test_bounds_of_several_runs_are_their_medians():
-    row = report.as_dict(result(runs=2, jaxbuf=[1, 1, 1, 1], flashbax=[3, 5, 1, 9]))
-    assert row["operations"]["scan cycle"]["ratio"] == {"flashbax": [4, 4, 5]}
-
-
 def test_a_file_has_a_line_for_each_operation():
     rows = {"toys": report.as_dict(result(jaxbuf=[1.23456], flashbax=[3.0]))}
     text = report.as_json("python", {"cores": "2"}, rows)
