@@ -11,6 +11,9 @@ import pytest
 
 import jaxbuf
 
+# Minari warns of metadata that a test has no use for.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
 STEP = {
     "obs": jnp.zeros(2),
     "action": jnp.int32(0),
@@ -78,16 +81,6 @@ def test_a_trajectory_buffer_gets_whole_episodes():
     assert actions[1, :10].tolist() == [*range(200, 203), *range(300, 307)]
 
 
-def test_items_of_another_kind_are_refused():
-    for example in (jnp.zeros(2), {"observation": jnp.zeros(2)}):
-        buffer = jaxbuf.ItemBuffer.create(example, 4)
-        with pytest.raises(ValueError, match="expected a dict with any of obs, action"):
-            jaxbuf.from_minari(EPISODES, buffer)
-    buffer = jaxbuf.ItemBuffer.create({"obs": jnp.zeros(3)}, 4)
-    with pytest.raises(ValueError, match=r"episode\['obs'\] has shape \(5, 2\)"):
-        jaxbuf.from_minari(EPISODES, buffer)
-
-
 def test_without_minari_writing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "minari", None)
     steps = jax.tree.map(lambda leaf: np.zeros((3, *leaf.shape), leaf.dtype), STEP)
@@ -116,8 +109,6 @@ def spaces():
     }
 
 
-# Minari warns of metadata that a test has no use for.
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", ["items", "trajectories"])
 def test_what_was_written_is_read_back(minari, kind):
     if kind == "items":
@@ -136,7 +127,6 @@ def test_what_was_written_is_read_back(minari, kind):
     chex.assert_trees_all_equal(again.data, buffer.data)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("data_format", ["hdf5", "arrow"])
 def test_numbers_have_the_dtypes_of_the_spaces_and_images_are_exact(minari, data_format):
     gymnasium = pytest.importorskip("gymnasium")
@@ -176,7 +166,6 @@ def test_numbers_have_the_dtypes_of_the_spaces_and_images_are_exact(minari, data
         assert episode.actions.dtype == np.int64
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_without_next_observations_the_last_row_of_an_episode_is_one(minari):
     steps = {
         "obs": np.arange(7.0)[:, None] * [1, 1],
@@ -193,10 +182,10 @@ def test_without_next_observations_the_last_row_of_an_episode_is_one(minari):
     assert second.truncations.tolist() == [False, False, True]
 
 
-def dict_episode(number, length, *, rows=None, infos=None):
+def dict_episode(number, length, infos=None):
     """An episode whose observations are text, a number and a picture, in lists and arrays."""
     plain = episode(number, length)
-    ids = 100 * number + np.arange(length + 1 if rows is None else rows)
+    ids = 100 * number + np.arange(length + 1)
     observations = {
         "mission": [f"go to {i}" for i in ids],
         "image": np.stack([np.full((2, 2), i % 256, np.uint8) for i in ids]),
@@ -219,21 +208,6 @@ def test_observations_that_the_buffer_does_not_have_are_left_out():
     assert buffer.data["obs"]["at"]["x"][:7].tolist() == ids.tolist()
     assert buffer.data["obs"]["image"][:7, 1, 1].tolist() == (ids % 256).tolist()
     assert buffer.data["next_obs"]["at"]["x"][:7].tolist() == (ids + 1).tolist()
-
-
-def test_observations_that_the_dataset_does_not_have_are_named():
-    item = {"obs": {"at": {"z": jnp.float32(0)}}}
-    message = r"episode\['obs'\]\['at'\] has no 'z'.*'x', 'y'.*episode 0 of dataset, with id 1"
-    with pytest.raises(ValueError, match=message):
-        jaxbuf.from_minari([dict_episode(1, 4)], jaxbuf.ItemBuffer.create(item, 16))
-    item = {"obs": {"mission": jnp.float32(0)}}
-    with pytest.raises(ValueError, match=r"episode\['obs'\]\['mission'\] is an array <U9"):
-        jaxbuf.from_minari([dict_episode(1, 4)], jaxbuf.ItemBuffer.create(item, 16))
-    item = {"obs": {"x": jnp.float32(0)}}
-    with pytest.raises(
-        ValueError, match=r"episode\['obs'\] is an array .*; expected a dict with 'x'"
-    ):
-        jaxbuf.from_minari(EPISODES, jaxbuf.ItemBuffer.create(item, 16))
 
 
 @pytest.mark.parametrize("kind", ["items", "trajectories"])
@@ -266,21 +240,38 @@ def test_an_episode_without_its_last_observation_is_named_or_skipped(kind):
         jaxbuf.from_minari(episodes, create(STEP), incomplete="drop")
 
 
+ZERO = jnp.float32(0)
+DICTS, DEEP = [dict_episode(1, 4)], {"deep": {"seed": jnp.int32(0)}}
+FIRST = r".*episode 0 of dataset, with id 1"
+
+
+@pytest.mark.parametrize(
+    ("episodes", "item", "message"),
+    [
+        (EPISODES, jnp.zeros(2), "expected a dict with any of obs, action"),
+        (EPISODES, {"observation": jnp.zeros(2)}, "expected a dict with any of obs, action"),
+        (EPISODES, {"obs": jnp.zeros(3)}, r"episode\['obs'\] has shape \(5, 2\)"),
+        (EPISODES, {"obs": {"x": ZERO}}, r"\['obs'\] is an array .*; expected a dict with 'x'"),
+        (EPISODES, {"action": ZERO, "infos": DEEP}, "has no infos" + FIRST),
+        (DICTS, {"obs": {"at": {"z": ZERO}}}, r"\['obs'\]\['at'\] has no 'z'.*'x', 'y'" + FIRST),
+        (DICTS, {"obs": {"mission": ZERO}}, r"episode\['obs'\]\['mission'\] is an array <U9"),
+        (DICTS, {"infos": DEEP}, r"episode\['infos'\] has no 'deep'; there is nothing"),
+    ],
+)
+def test_what_the_dataset_does_not_have_is_named(episodes, item, message):
+    with pytest.raises(ValueError, match=message):
+        jaxbuf.from_minari(episodes, jaxbuf.ItemBuffer.create(item, 16))
+
+
 def test_infos_belong_to_the_observation_that_they_came_with():
     infos = {"success": np.arange(5) > 2, "text": ["a"] * 5, "deep": {"seed": np.arange(5)}}
-    wanted = {"deep": {"seed": jnp.int32(0)}}
-    item = {"action": jnp.int32(0), "infos": wanted, "next_infos": {"success": jnp.bool_(False)}}
+    item = {"action": jnp.int32(0), "infos": DEEP, "next_infos": {"success": jnp.bool_(False)}}
     buffer = jaxbuf.ItemBuffer.create(item, 8)
-    buffer = jaxbuf.from_minari([dict_episode(1, 4, infos=infos)], buffer)
+    buffer = jaxbuf.from_minari([dict_episode(1, 4, infos)], buffer)
     assert buffer.data["infos"]["deep"]["seed"][:4].tolist() == [0, 1, 2, 3]
     assert buffer.data["next_infos"]["success"][:4].tolist() == [False, False, True, True]
-    with pytest.raises(ValueError, match=r"episode\['infos'\] has no 'deep'; there is nothing"):
-        jaxbuf.from_minari([dict_episode(1, 4)], buffer)
-    with pytest.raises(ValueError, match=r"has no infos.*\(episode 0 of dataset, with id 1\)"):
-        jaxbuf.from_minari(EPISODES, buffer)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_an_environment_with_text_and_infos(minari):
     import gymnasium
 

@@ -1,5 +1,6 @@
 """Checkpoints and stores that somebody else made, or that are damaged: an error, and no harm."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import jaxbuf
 from jaxbuf.io import records
 from jaxbuf.io.ranges import Ranges
+from tests.models.store import exchanged
 
 KEY = jax.random.key(0)
 ITEM = {"x": jnp.zeros(3)}
@@ -35,37 +37,23 @@ def put(record, path, value):
 
 
 LEAF = ("leaves", ".data['x']")
+MANIFEST = {
+    ("format",): (True, "2", -1),
+    ("chunk",): (2**60, 0, -5, "large", 1.5),
+    ("leaves",): ([1, 2], {}),
+    ("configuration",): (3,),
+    (*LEAF, "bytes"): (2**50, -1),
+    (*LEAF, "crc32"): ("x",),
+    (*LEAF, "shape"): ([2**40, 3], [-8, 3], "83", [8.0, 3]),
+    (*LEAF, "dtype"): ("complex999", 7, "key<fry>"),
+    (*LEAF, "scalar"): (None,),
+    (*LEAF, "chunk"): ([1, 1], [2**62, 3], []),
+}
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [
-        (("format",), True),
-        (("format",), "2"),
-        (("format",), -1),
-        (("chunk",), 2**60),
-        (("chunk",), 0),
-        (("chunk",), -5),
-        (("chunk",), "large"),
-        (("chunk",), 1.5),
-        (("leaves",), [1, 2]),
-        (("leaves",), {}),
-        (("configuration",), 3),
-        ((*LEAF, "bytes"), 2**50),
-        ((*LEAF, "bytes"), -1),
-        ((*LEAF, "crc32"), "x"),
-        ((*LEAF, "shape"), [2**40, 3]),
-        ((*LEAF, "shape"), [-8, 3]),
-        ((*LEAF, "shape"), "83"),
-        ((*LEAF, "shape"), [8.0, 3]),
-        ((*LEAF, "dtype"), "complex999"),
-        ((*LEAF, "dtype"), 7),
-        ((*LEAF, "dtype"), "key<fry>"),
-        ((*LEAF, "scalar"), None),
-        ((*LEAF, "chunk"), [1, 1]),
-        ((*LEAF, "chunk"), [2**62, 3]),
-        ((*LEAF, "chunk"), []),
-    ],
+    [(path, value) for path, values in MANIFEST.items() for value in values],
     ids=str,
 )
 def test_a_manifest_is_checked(tmp_path, path, value):
@@ -166,50 +154,29 @@ def rewrite(folder, name, **changes):
     records.write(folder / name, record | changes)
 
 
-DELETED = [
-    [[0, 2**40]],
-    [[-(2**40), 8]],
-    [[8, 4]],
-    [[0, 8, 9]],
-    [["0", 8]],
-    [[0, 8], [9]],
-    [[0, 2**70]],
-    8,
-    None,
-    [[0.5, 8]],
-]
+DELETED = (
+    [[0, 2**40]], [[-(2**40), 8]], [[8, 4]], [[0, 8, 9]], [["0", 8]], [[0, 8], [9]], [[0, 2**70]],
+    8, None, [[0.5, 8]], "AAA", "AAAA", Ranges.of([7, 40]).encode(),
+)  # fmt: skip
+RECORDS = {
+    ("deleted.json", "deleted"): DELETED,
+    ("rows.json", "rows"): (-1, 2**39, 2**70, "40", None, True),
+    ("rows.json", "format"): (2,),
+    ("store.json", "chunk"): (2**60, 2**28, 0, -4, "4"),
+    ("store.json", "compress"): (None, True),
+    ("store.json", "leaves"): (None, {"['x']": 3, "['n']": 4}, {"['x']": {}, "['n']": {}}),
+    ("store.json", "format"): ([2], 99),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        *(("deleted.json", {"deleted": runs}) for runs in (*DELETED, "AAA", "AAAA")),
-        ("deleted.json", {"deleted": Ranges.of([7, 40]).encode()}),
-        ("rows.json", {"rows": -1}),
-        ("rows.json", {"rows": 2**39}),
-        ("rows.json", {"rows": 2**70}),
-        ("rows.json", {"rows": "40"}),
-        ("rows.json", {"rows": None}),
-        ("rows.json", {"rows": True}),
-        ("rows.json", {"format": 2}),
-        ("store.json", {"chunk": 2**60}),
-        ("store.json", {"chunk": 2**28}),
-        ("store.json", {"chunk": 0}),
-        ("store.json", {"chunk": -4}),
-        ("store.json", {"chunk": "4"}),
-        ("store.json", {"compress": None}),
-        ("store.json", {"compress": True}),
-        ("store.json", {"leaves": None}),
-        ("store.json", {"leaves": {"['x']": 3, "['n']": 4}}),
-        ("store.json", {"leaves": {"['x']": {}, "['n']": {}}}),
-        ("store.json", {"format": [2]}),
-        ("store.json", {"format": 99}),
-    ],
+    ("name", "field", "value"),
+    [(*place, value) for place, values in RECORDS.items() for value in values],
     ids=str,
 )
-def test_what_a_store_says_of_itself_is_checked(tmp_path, name, changes):
+def test_what_a_store_says_of_itself_is_checked(tmp_path, name, field, value):
     stored(tmp_path)
-    rewrite(tmp_path, name, **changes)
+    rewrite(tmp_path, name, **{field: value})
     for mode in ("a", "r"):
         with pytest.raises(ValueError, match="the store"):
             jaxbuf.Store(tmp_path, ROW, mode=mode)
@@ -270,25 +237,19 @@ def test_a_store_touches_nothing_outside_of_its_folder(tmp_path, compress):
     assert all(file.read_text() == "mine" for file in outside.iterdir())
 
 
-def exchange(folder, one, two):
-    between = folder / "between"
-    for first, second in ((one, between), (two, one), (between, two)):
-        (folder / first).rename(folder / second)
-
-
 @pytest.mark.parametrize("compress", [False, True])
 def test_files_that_changed_places_are_noticed(tmp_path, compress):
     stored(tmp_path, count=4 * 132, compress=compress)
     for pair in ((0, 1), (1, 130), (129, 131)):
         names = [f"{number}.0.0" if compress else f"{number}.npy" for number in pair]
-        exchange(tmp_path / "rows", *names)
-        for mode in ("a", "r"):
-            with jaxbuf.Store(tmp_path, ROW, mode=mode) as store:
-                for number, name in zip(pair, names, strict=True):
-                    message = f"row {4 * number} in rows/{name} is not the one that was written"
-                    with pytest.raises(ValueError, match=message):
-                        store.read([4 * number])
-        exchange(tmp_path / "rows", *names)
+        with exchanged(*(tmp_path / "rows" / name for name in names)):
+            for mode, (number, name) in itertools.product("ar", zip(pair, names, strict=True)):
+                message = f"row {4 * number} in rows/{name} is not the one that was written"
+                with (
+                    jaxbuf.Store(tmp_path, ROW, mode=mode) as store,
+                    pytest.raises(ValueError, match=message),
+                ):
+                    store.read([4 * number])
         with jaxbuf.Store(tmp_path, ROW, mode="r") as store:
             assert store.read(slice(None))["n"].tolist() == [*range(4 * 132)]
 

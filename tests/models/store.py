@@ -1,4 +1,6 @@
-"""A store as a list."""
+"""A store as a list, and what becomes of its files."""
+
+import contextlib
 
 import numpy as np
 
@@ -20,3 +22,21 @@ class ReferenceStore:
     @property
     def live(self):
         return np.asarray([i for i in range(len(self.rows)) if i not in self.deleted], np.int64)
+
+
+def damaged(data):
+    """What disks and people make of the bytes of a file; None if it is gone."""
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 0x10
+    return bytes(flipped), data[: len(data) // 2], data + b"12345", b"", None
+
+
+@contextlib.contextmanager
+def exchanged(one, two):
+    """Two files have each other's contents for a while."""
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    yield
+    one.write_bytes(first)
+    two.write_bytes(second)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxbuf
 from jaxbuf.io import checkpoint, versions
+from tests.models.store import damaged, exchanged
 
 SHARDS = 8
 
@@ -118,16 +119,11 @@ def check_damage(folder, tree, devices):
     assert len(files) >= 5
     for number, file in files.items():
         data = file.read_bytes()
-        changed = bytearray(data)
-        changed[len(data) // 2] ^= 0x10
-        for damaged in (bytes(changed), data[: len(data) // 2], None):
-            if damaged is None:
-                file.unlink()
-            else:
-                file.write_bytes(damaged)
+        for spoiled in damaged(data):
+            file.unlink() if spoiled is None else file.write_bytes(spoiled)
             with pytest.raises(ValueError, match=f"damaged: {re.escape(leaves[int(number)])}: "):
                 jaxbuf.load(folder, like)
-        file.write_bytes(data)
+            file.write_bytes(data)
     check_load(folder, tree, devices)
 
 
@@ -158,13 +154,9 @@ def check_exchange(folder, tree, devices):
     leaves = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     number = leaves.index("['matrix']")
     one, two, *_ = sorted(folder.glob(f"jaxbuf-*/sharded/{number}/[0-9]*"))
-    between = one.with_name("between")
-    for first, second in ((one, between), (two, one), (between, two)):
-        first.rename(second)
-    with pytest.raises(ValueError, match=r"\['matrix'\]: chunk .* is not the one that was written"):
+    message = r"\['matrix'\]: chunk .* is not the one that was written"
+    with exchanged(one, two), pytest.raises(ValueError, match=message):
         jaxbuf.load(folder, like)
-    for first, second in ((one, between), (two, one), (between, two)):
-        first.rename(second)
     check_load(folder, tree, devices)
 
 
