@@ -1,7 +1,6 @@
 """The DQN example: it learns, resumes as if nothing had happened, and says what is wrong."""
 
 import io
-import itertools
 import json
 import math
 import re
@@ -26,21 +25,14 @@ from tests.programs.tensorboard import events_of
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
-QUICK = {
-    "--steps": "12_000",
-    "--seeds": "2",
-    "--num-envs": "4",
-    "--warmup": "400",
-    "--capacity": "4000",
-    "--batch-size": "32",
-    "--hidden": "32",
-    "--eval-episodes": "4",
-}
+QUICK = [
+    *("--steps", "12_000", "--seeds", "2", "--num-envs", "4", "--warmup", "400"),
+    *("--capacity", "4000", "--batch-size", "32", "--hidden", "32", "--eval-episodes", "4"),
+]
 
 
-def words(out, *more, **changed):
-    options = {**QUICK, **{f"--{name.replace('_', '-')}": v for name, v in changed.items()}}
-    return [*itertools.chain.from_iterable(options.items()), "--out", str(out), *more]
+def words(out, *more):
+    return [*QUICK, "--out", str(out), *more]
 
 
 def final_state(out):
@@ -198,8 +190,8 @@ def test_a_run_ends_with_a_table(finished):
 
 
 def test_uniform_replay_of_images(tmp_path, capsys):
-    changed = {"steps": "800", "env": "Breakout-MinAtar", "sampler": "uniform", "seed": "7"}
-    assert dqn.main(words(tmp_path / "run", **changed, n_step="3")) == 0
+    changed = ["--steps", "800", "--env", "Breakout-MinAtar", "--sampler", "uniform"]
+    assert dqn.main(words(tmp_path / "run", *changed, "--seed", "7", "--n-step", "3")) == 0
     check_table(capsys.readouterr().out, seeds=["7", "8"], steps="1,600")
 
 

@@ -19,29 +19,19 @@ from tests.programs.run_example import check_files, finish, interrupt
 pytestmark = pytest.mark.usefixtures("promotion")
 
 SMALL = HyperGrid(2, 8, background=0.1)
-QUICK = {
-    "--dims": "2",
-    "--steps": "300",
-    "--seeds": "2",
-    "--batch-size": "8",
-    # At first there are fewer states than are to be replayed.
-    "--replay-ratio": "0.6",
-    "--capacity": "40",
-    "--hidden": "16",
-    "--background": "0.1",
-    "--lr": "0.01",
-}
-
-
-def words(out, *more):
-    return [*itertools.chain.from_iterable(QUICK.items()), "--out", str(out), *more]
+# At first there are fewer states than are to be replayed.
+QUICK = [
+    *("--dims", "2", "--steps", "300", "--seeds", "2", "--batch-size", "8"),
+    *("--replay-ratio", "0.6", "--capacity", "40", "--hidden", "16"),
+    *("--background", "0.1", "--lr", "0.01"),
+]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, promotion):
     """A run from start to end, with every buffer."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    return finish(gflownet.main, words(out), out)
+    return finish(gflownet.main, [*QUICK, "--out", str(out)], out)
 
 
 @pytest.mark.parametrize(("dims", "height"), [(1, 7), (3, 8), (2, 21)])
@@ -246,7 +236,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
 ):
     out = tmp_path / "run"
     # In the 23rd of fifty chunks, of which every fifth is saved.
-    interrupt(gflownet.main, words(out), 23, monkeypatch, capsys)
+    interrupt(gflownet.main, [*QUICK, "--out", str(out)], 23, monkeypatch, capsys)
     again = finish(gflownet.main, ["--out", str(out), "--resume"], out)
     # After 20 chunks of six updates, of two seeds with four buffers; the first line is three later.
     assert "1.10k/2.40k" in again.err

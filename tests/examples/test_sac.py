@@ -1,6 +1,5 @@
 """The SAC example: it learns, resumes with all it knows, and says what is wrong."""
 
-import itertools
 import json
 
 import gymnasium
@@ -17,20 +16,14 @@ from tests.programs.tensorboard import events_of
 
 pytestmark = pytest.mark.usefixtures("promotion")
 
-SMALL = {
-    "--steps": "1200",
-    "--num-envs": "2",
-    "--updates": "1",
-    "--warmup": "300",
-    "--batch-size": "16",
-    "--hidden": "8",
-    "--eval-episodes": "2",
-}
+SMALL = [
+    *("--steps", "1200", "--num-envs", "2", "--updates", "1", "--warmup", "300"),
+    *("--batch-size", "16", "--hidden", "8", "--eval-episodes", "2"),
+]
 
 
-def words(out, *more, **changed):
-    options = {**SMALL, **{f"--{name.replace('_', '-')}": v for name, v in changed.items()}}
-    return [*itertools.chain.from_iterable(options.items()), "--out", str(out), *more]
+def words(out, *more):
+    return [*SMALL, "--out", str(out), *more]
 
 
 def make(**changed):
@@ -120,7 +113,7 @@ def test_the_same_command_gives_the_same_log(tmp_path):
 
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
-    interrupt(sac.main, words(tmp_path, sampler="prioritized"), 57, monkeypatch, capsys)
+    interrupt(sac.main, words(tmp_path, "--sampler", "prioritized"), 57, monkeypatch, capsys)
     before = final_state(tmp_path)
     assert int(before.step) == 600
     assert sac.main(["--out", str(tmp_path), "--resume"]) == 0
@@ -142,7 +135,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys):
 def test_episodes_of_a_resumed_run_are_new(tmp_path):
     assert sac.main(words(tmp_path)) == 0
     first = final_state(tmp_path).buffer.latest(1).data["obs"]
-    assert sac.main([*words(tmp_path, steps="1600"), "--resume"]) == 0
+    assert sac.main(words(tmp_path, "--steps", "1600", "--resume")) == 0
     data = final_state(tmp_path).buffer.data
     begins = np.asarray(data["obs"])[[0, 1, 1_194, 1_195]]
     assert len(np.unique(begins, axis=0)) == 4
@@ -265,8 +258,8 @@ def test_actions_from_minus_one_to_one_span_those_of_the_environment(name):
 
 
 def test_another_environment(tmp_path, capsys):
-    changed = {"env": "MountainCarContinuous-v0", "steps": "400", "sampler": "prioritized"}
-    assert sac.main(words(tmp_path, **changed)) == 0
+    changed = ["--env", "MountainCarContinuous-v0", "--steps", "400", "--sampler", "prioritized"]
+    assert sac.main(words(tmp_path, *changed)) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[3] == "400"
 
 
