@@ -54,7 +54,11 @@ def _buffer(kind, capacity=_CAPACITY, key="state"):
 # Items are compared in tiles of 128 and blocks of 512, which these capacities do not fill.
 @pytest.mark.parametrize(
     ("capacity", "key"),
-    [(_CAPACITY, "state"), (200, "state"), (600, "state"), (600, _what_differs)],
+    [
+        (_CAPACITY, "state"),
+        *(pytest.param(capacity, "state", marks=pytest.mark.slow) for capacity in (200, 600)),
+        (600, _what_differs),
+    ],
 )
 @pytest.mark.parametrize("kind", ["oldest", "lowest", "diverse"])
 def test_scores_as_in_numpy(kind, capacity, key):

@@ -72,8 +72,9 @@ def _new_scores(items, step):
     return np.float32(score) + np.float32(0.5)
 
 
-@pytest.mark.parametrize("mode", _MODES)
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("mode", "large"), [*((mode, False) for mode in _MODES), ("pipelined", True)]
+)
 def test_a_score_that_is_learned_later_reaches_the_item(mode, large, monkeypatch):
     if large:
         monkeypatch.setattr(wire, "_LARGE", 16)
