@@ -138,7 +138,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("make", "names"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        pytest.param(*layout, id=name, marks=[pytest.mark.slow] * (name == "integers"))
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_operations_take_the_names(make, names):
     """Steps in any container, of which all operations find what a plain dict would give them."""
     reward, terminated, truncated, obs = names

@@ -427,15 +427,6 @@ def test_a_program_compiled_with_the_kernels_is_not_used_without():
     assert len(traces) == 2
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_other_backends_go_on_as_they_do(platform):
-    buffer = items()
-    with using_native(True):
-        traced = jax.jit(lambda b: b.sample(jax.random.key(0), 4)).trace(buffer)
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert "jaxbuf_" not in text
-
-
 def test_the_environment_turns_them_off():
     program = (
         "import jax, jax.numpy as jnp, jaxbuf; from jaxbuf.core.segment_tree import SegmentTree;"

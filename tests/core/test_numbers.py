@@ -181,10 +181,6 @@ def of_rings(rows):
     return jax.tree.map(lambda leaf: leaf[None], rows)
 
 
-def added(buffer):
-    return lambda rows: jaxbuf.add(buffer(), rows)
-
-
 def fields_set(rows):
     buffer = jaxbuf.ItemBuffer.create(ITEM, 4)
     buffer = buffer.add(jax.tree.map(lambda x: jnp.stack([x] * 4), ITEM))
@@ -194,10 +190,8 @@ def fields_set(rows):
     return buffer
 
 
-def held(rows):
-    holder = jaxbuf.Holder(jaxbuf.Queue.create(ITEM, 4))
-    holder.add(rows)
-    return holder.take(4)
+def added(buffer):
+    return lambda rows: jaxbuf.add(buffer(), rows)
 
 
 def sharded():
@@ -224,7 +218,6 @@ def stored(rows, folder):
 
 TAKERS = {
     "method": lambda rows: jaxbuf.ItemBuffer.create(ITEM, 4).add(rows),
-    "function": added(lambda: jaxbuf.ItemBuffer.create(ITEM, 4)),
     "insert": lambda rows: jaxbuf.insert(jaxbuf.ItemBuffer.create(ITEM, 4), rows)[0],
     "queue": added(lambda: jaxbuf.Queue.create(ITEM, 4)),
     "rings": lambda rows: jaxbuf.add(jaxbuf.TrajectoryBuffer.create(ITEM, 1, 4), of_rings(rows)),
@@ -232,7 +225,6 @@ TAKERS = {
     "hosted": added(lambda: jaxbuf.Hosted.create(lambda: jaxbuf.ItemBuffer.create(ITEM, 4))),
     "sharded": added(sharded),
     "mixture": mixed,
-    "holder": held,
     "accumulator": accumulated,
     "closure": lambda rows: jax.jit(lambda b: b.add(rows))(jaxbuf.ItemBuffer.create(ITEM, 4)),
 }

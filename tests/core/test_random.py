@@ -22,10 +22,17 @@ KEYS = {
 }
 
 
-# Keys of the usual generator alone have kernels, and are counted in two ways.
+# Keys of the usual generator alone have kernels, and are counted in two ways. Each two of these
+# meet by default.
 @pytest.mark.parametrize(
     ("kind", "partitionable", "kernels"),
-    [*itertools.product(["typed", "raw"], [True, False], [True, False])]
+    [
+        pytest.param(
+            kind, *both, marks=[pytest.mark.slow] * ((kind == "raw") == (both[0] == both[1]))
+        )
+        for kind in ("typed", "raw")
+        for both in itertools.product([True, False], [True, False])
+    ]
     + [(kind, True, True) for kind in ("rbg", "unsafe_rbg")],
 )
 def test_random_words_are_those_of_jax(kind, partitionable, kernels):

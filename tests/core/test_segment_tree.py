@@ -163,21 +163,6 @@ def test_published_sum_trees():
     np.testing.assert_array_equal(mass, masses[found])
 
 
-@pytest.mark.parametrize("capacity", [7, 100, 5000])
-def test_no_leaf_without_mass_is_found(capacity):
-    rng = np.random.default_rng(1)
-    leaves = rng.random(capacity).astype(np.float32) * (rng.random(capacity) < 0.1)
-    leaves[capacity // 2] = 0.1
-    tree = tree_of(leaves)
-    total = np.float32(tree.root())
-    ends = np.cumsum(leaves, dtype=np.float64)
-    near = np.concatenate([np.nextafter(ends, side) for side in (0.0, np.inf)] + [ends])
-    points = np.concatenate([[0.0, np.nextafter(total, np.float32(0))], near]).astype(np.float32)
-    found, mass = map(np.asarray, find(tree, jnp.asarray(points[points < total])))
-    assert (mass > 0).all()
-    np.testing.assert_array_equal(mass, leaves[found])
-
-
 def masses_of(rng, capacity, kind):
     """Leaves of which many have no mass, and some of the others hardly any."""
     leaves = (rng.random(capacity) * (rng.random(capacity) < 0.3)).astype(np.float32)
@@ -204,7 +189,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [1, 17, 5000])
-def test_points_at_the_total_and_beyond_find_the_last_leaf_with_mass(capacity, kind):
+def test_only_leaves_with_mass_are_found_and_beyond_the_total_the_last_one(capacity, kind):
     rng = np.random.default_rng(capacity)
     empty = create(capacity, ("sum", "max"))
     for _ in range(4):
@@ -219,6 +204,12 @@ def test_points_at_the_total_and_beyond_find_the_last_leaf_with_mass(capacity, k
             assert found[:5].tolist() == [last] * 5
             assert mass[:5].tolist() == [leaves[last]] * 5
             assert mass[5] > 0
+        # Of points beside the ends of leaves as well.
+        ends = np.cumsum(leaves, dtype=np.float64)
+        near = np.concatenate([np.nextafter(ends, side) for side in (0.0, np.inf)] + [ends, [0.0]])
+        found, mass = find(tree, np.where(near < total, near, 0).astype(np.float32))
+        assert (mass > 0).all()
+        np.testing.assert_array_equal(mass, leaves[found])
 
 
 @pytest.mark.parametrize("_form", ["pure", "native"], indirect=True)
@@ -261,6 +252,9 @@ def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.parametrize(
+    "_form", [pytest.param("pure", marks=pytest.mark.slow), "native", "wide"], indirect=True
+)
 def test_every_slot_of_a_large_tree_is_reached():
     # With 2**25 equal masses a float32 prefix has only half as many values as there are slots.
     capacity, rows = 2**25, 2**14

@@ -10,7 +10,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.core import sizes
-from jaxbuf.core.sizes import check_count, format_bytes
+from jaxbuf.core.sizes import format_bytes
 
 HUGE = jax.ShapeDtypeStruct((2**40,), jnp.float32)
 TERMINATED = np.bool_(False)
@@ -71,15 +71,6 @@ KEY = jax.random.key(0)
 def test_a_traced_count_says_that_it_must_be_static():
     with pytest.raises(ValueError, match=r"batch_size is traced .*; expected an integer that is"):
         jax.jit(lambda n: jaxbuf.ItemBuffer.create(np.float32(0), 4).sample(KEY, n))(4)
-
-
-def test_a_count_is_an_integer_up_to_a_bound():
-    assert type(check_count("n", np.int64(3))) is int
-    assert check_count("n", 2**30) == 2**30
-    with pytest.raises(ValueError, match="n is 1073741825; expected an integer of at most 2"):
-        check_count("n", 2**30 + 1)
-    with pytest.raises(ValueError, match=r"^n is 0; expected an integer of at least 1$"):
-        check_count("n", np.uint8(0))
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ def test_each_fault_of_a_message_is_told(peers, monkeypatch):
     schema = known[kind]
     legal = {"number": 77, "rows": ROWS, "checksum": schema.checksum}
     whole, metadata = piece(kind, 77, ROWS, schema), known[wire.Kind.METADATA]
+    update, checksum = wire.Kind.SCORES, known[wire.Kind.SCORES].checksum
     expected = f"expected {wire.MAGIC:#x}"
     faults = {
         "its tag is 7099; expected 7102": (7099, bytes(40)),
@@ -222,6 +223,8 @@ def test_each_fault_of_a_message_is_told(peers, monkeypatch):
             TAG, piece(kind, **legal | {"checksum": schema.checksum + 1})
         ),
         f"it has 40 bytes; expected {schema.size}": (TAG, piece(kind, **legal)),
+        "it has 5 rows; expected 0 to 4": (TAG, piece(update, 5, 5, checksum=checksum)),
+        "its arrays have other shapes or dtypes": (TAG, piece(update, 5, 1, checksum=checksum + 1)),
         # The first large array is too short, and the second one is dropped.
         "an array of it has 8 bytes; expected 32": (TAG, whole),
     }  # fmt: skip
