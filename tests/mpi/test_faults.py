@@ -31,6 +31,7 @@ from jaxbuf.mpi import (
     serve,
     wire,
 )
+from tests.programs.mpi_inside import run
 
 _ROWS = 4
 # Long enough for a step on a busy machine, once all programs are compiled.
@@ -142,22 +143,47 @@ def test_faults_that_leave_everybody_alive(runs, folder):
     assert second["came back"]
     assert first["waited with patience"]
 
-    reason = "rank 1 left early: its worker or its process ended without leaving"
-    assert manager["forgotten"]["faults"] == [reason]
-    assert first["missing"]["missing"] == [1]
-    assert "has not answered 1 batches within 0.5 s" in first["missing"]["reason"]
-    assert first["later"] == 2
-    assert first["late"] == 1
 
-    failed = "rank 2, the manager, failed: "
-    assert "this score is bad" in manager["raised"]
-    assert any("was saved to" in note for note in manager["notes"])
-    for worker in (first, second):
-        assert failed in worker["failed"]
-        assert "this score is bad" in worker["failed"]
-    saved = jaxbuf.load(folder / "raised", like=_calls_back(2))
-    assert saved.counters.sum() == manager["rows before"] + manager["batches before"]
-    assert int(saved.buffer.size) == manager["rows before"]
+def test_a_worker_that_ends_without_leaving_is_named():
+    def work(communicators):
+        _add(Worker(communicators, _manager, rows=_ROWS, timeout=60), 0)
+
+    served, _ = run(_manager(1), work, rows=_ROWS)
+    reason = "rank 0 left early: its worker or its process ended without leaving"
+    assert served.faults == (reason,)
+
+
+@pytest.mark.slow
+def test_late_answers_are_counted_and_an_error_of_the_manager_reaches_its_workers(tmp_path):
+    told = []
+
+    def work(communicators):
+        with Worker(communicators, _calls_back, rows=_ROWS, mode="pipelined", timeout=60) as end:
+            # Its answer comes after it was given up.
+            _add(end, _SLOW)
+            drained = end.drain(0.5)
+            assert drained.missing == (1,)
+            assert "has not answered 1 batches within 0.5 s" in drained.reason
+            end.request_metadata()
+            assert [_add(end, 0), *end.drain().answers][-1].sequence == 2
+            assert end.metrics()["late"] == 1
+            for k in range(1000):
+                _add(end, _BAD if k == 3 else k)
+                time.sleep(0.01)
+
+    def work_and_tell(communicators):
+        try:
+            work(communicators)
+        except ExchangeError as error:
+            told.append(str(error))
+
+    with pytest.raises(Exception, match="this score is bad") as failure:
+        run(_calls_back(1), work_and_tell, rows=_ROWS, save_to=tmp_path)
+    assert any("was saved to" in note for note in failure.value.__notes__)
+    assert "rank 1, the manager, failed: " in told[0]
+    assert "this score is bad" in told[0]
+    saved = jaxbuf.load(tmp_path, like=_calls_back(1))
+    assert int(saved.buffer.size) == int(saved.counters[0, 1]) > 0
 
 
 @pytest.mark.mpi
@@ -220,15 +246,6 @@ def _run_alive(communicators, rank, folder):
     if communicators.managers is not None:
         out["early"] = _serve(communicators)
         out["silent"] = _serve(communicators, timeout=_SECONDS / 2)
-        out["forgotten"] = _serve(communicators)
-        path = f"{folder}/raised"
-        try:
-            _serve(communicators, _calls_back, save_to=path)
-        except Exception as error:
-            out["raised"] = str(error)
-            out["notes"] = error.__notes__
-        like = jaxbuf.load(path, like=_calls_back(2))
-        out["batches before"], out["rows before"] = like.counters.sum(0).tolist()
         return out
 
     if rank == 0:
@@ -265,30 +282,6 @@ def _run_alive(communicators, rank, folder):
             # It waits longer than its timeout, because the manager keeps saying that it is there.
             out["waited with patience"] = end.exit(timeout=_SECONDS / 2).reason == ""
 
-    end = Worker(communicators, _manager, rows=_ROWS, timeout=60)
-    _add(end, 0)
-    if rank == 1:
-        # It is garbage-collected without leaving, and begins anew once all have left.
-        del end
-        _wait_for(folder, "forgotten")
-    else:
-        end.exit()
-        Path(folder, "forgotten").touch()
-
-    try:
-        with Worker(communicators, _calls_back, rows=_ROWS, mode="pipelined", timeout=60) as end:
-            if rank == 0:
-                # Its answer comes after it was given up.
-                _add(end, _SLOW)
-                out["missing"] = end.drain(0.5)._asdict()
-                end.request_metadata()
-                out["later"] = [_add(end, 0), *end.drain().answers][-1].sequence
-                out["late"] = end.metrics()["late"]
-            for k in range(1000):
-                _add(end, _BAD if rank == 0 and k == 3 else k)
-                time.sleep(0.01)
-    except ExchangeError as error:
-        out["failed"] = str(error)
     return out
 
 
