@@ -41,6 +41,7 @@ def test_a_step_of_each_buffer_runs_in_another_process(tmp_path):
     run("run", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_program_compiled_ahead_finds_its_kernels_in_another_process(tmp_path):
     # JAX cannot serialize programs that it has from its cache.
     run("compile_ahead", tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")

@@ -472,8 +472,10 @@ NEWER = 'extern "C" int jaxbuf_ffi_version() { return 999; }\n' + "\n".join(
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [(NEWER, "were built for version 0.999"), ("", "cannot be loaded")],
-    ids=["newer", "without kernels"],
+    [
+        pytest.param(NEWER, "were built for version 0.999", id="newer"),
+        pytest.param("", "cannot be loaded", id="without kernels", marks=pytest.mark.slow),
+    ],
 )
 def test_a_library_that_does_not_fit_is_left_out_and_jax_works(tmp_path, code, expected):
     source, library = tmp_path / "kernels.cc", tmp_path / "libjaxbuf.so"
