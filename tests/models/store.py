@@ -25,7 +25,7 @@ class ReferenceStore:
 
 
 def damaged(data):
-    """What disks and people make of the bytes of a file; None if it is gone."""
+    """The bytes of a file as disks and people spoil them; None if the file is gone."""
     flipped = bytearray(data)
     flipped[len(data) // 2] ^= 0x10
     return bytes(flipped), data[: len(data) // 2], data + b"12345", b"", None
