@@ -805,7 +805,11 @@ def test_another_size_of_rings_keeps_the_newest_steps_of_the_first(
 
 @pytest.mark.parametrize(
     ("num_envs", "length", "sampler"),
-    [(1, 8, jaxbuf.Prioritized()), (3, 12, jaxbuf.Shuffled()), (2, 4, jaxbuf.Prioritized())],
+    [
+        pytest.param(1, 8, jaxbuf.Prioritized(), marks=pytest.mark.slow),
+        (3, 12, jaxbuf.Shuffled()),
+        (2, 4, jaxbuf.Prioritized()),
+    ],
 )
 def test_another_size_of_rings_keeps_what_is_known_of_episodes(tmp_path, num_envs, length, sampler):
     step = {"id": jnp.int32(0), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}

@@ -68,7 +68,13 @@ def extract(name, folder):
     return folder / name
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+# What others contain as well is left to `make test-all`.
+LEFT = operations.REPEATED | operations.OTHER_DRAWS
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LEFT)) for name in EXPECTED]
+)
 def test_it_is_loaded_as_it_would_be_now(name, tmp_path):
     expected = EXPECTED[name]()
     loaded = jaxbuf.load(extract(name, tmp_path), jax.eval_shape(lambda: expected))
