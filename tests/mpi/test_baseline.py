@@ -139,6 +139,25 @@ def test_random_filtering_as_in_the_twin(refresh_after):
         assert {k: int(v) for k, v in worker.metrics().items()} == twin.counts
 
 
+def test_eager_vmapped_and_scanned_alike():
+    score = jnp.tile(jnp.arange(5.0), (6, 1))
+    start = BaselineFilter.create(2)
+
+    def step(worker, row):
+        return worker.select(row, jnp.float32(100))
+
+    scanned, sent = jax.lax.scan(step, start, score)
+    eager = start
+    for row, rows_sent in zip(score, sent, strict=True):
+        eager, mask = eager.select(row, 100.0)
+        assert mask.tolist() == rows_sent.tolist()
+    assert eager.metrics() == scanned.metrics()
+
+    many = jax.jit(jax.vmap(lambda _: start))(jnp.arange(3))
+    vmapped, _ = jax.jit(jax.vmap(step))(many, score[:3])
+    assert vmapped.metrics()["skipped"].tolist() == [1, 1, 1]
+
+
 def test_configurations_are_compared_by_value():
     assert EMA(np.float32(0.5)) == EMA(0.5)
     assert hash(Percentile(np.float64(0.25), 0.5)) == hash(Percentile(0.25, 0.5))
