@@ -86,10 +86,6 @@ def test_only_truncation_bootstraps():
     np.testing.assert_array_equal(cut.bootstrap_index, [[2, 2]])
     both = jaxbuf.n_step(window(reward, at_1, at_1), 3, 0.5)
     chex.assert_trees_all_equal(both, ended)
-    running = jaxbuf.n_step(window(reward, never, never), 3, 0.5)
-    np.testing.assert_array_equal(running.reward, [[3.0, 6.0]])
-    np.testing.assert_array_equal(running.discount, [[0.125, 0.125]])
-    np.testing.assert_array_equal(running.bootstrap_index, [[3, 4]])
 
 
 def test_rewards_past_the_end_do_not_matter():
@@ -109,27 +105,6 @@ def test_fields_by_name_and_path():
     expected = jaxbuf.n_step(plain, 2, 0.9)
     actual = jaxbuf.n_step(nested, 2, 0.9, reward="env.gain", truncated="env.late")
     chex.assert_trees_all_equal(actual, expected)
-
-
-def test_windows_of_a_trajectory_buffer():
-    example = {
-        "reward": jnp.float32(0),
-        "terminated": jnp.bool_(False),
-        "truncated": jnp.bool_(False),
-        "t": jnp.int32(0),
-    }
-    buffer = jaxbuf.TrajectoryBuffer.create(example, 2, 16, sequence_length=4)
-    t = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32), (2, 20))
-    flags = {"terminated": t % 5 == 4, "truncated": t % 7 == 6}
-    buffer = buffer.add({"reward": t.astype(jnp.float32), "t": t, **flags})
-    sample = buffer.sample(jax.random.key(0), 32)
-    result = jaxbuf.n_step(sample.data, 3, 1.0)
-    for row, start in enumerate(np.asarray(sample.data["t"])[:, 0].tolist()):
-        stops = [s for s in range(start, start + 3) if s % 5 == 4 or s % 7 == 6]
-        last = stops[0] if stops else start + 2
-        assert result.reward[row, 0] == sum(range(start, last + 1))
-        assert result.discount[row, 0] == float(last % 5 != 4)
-        assert result.bootstrap_index[row, 0] == last + 1 - start
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
