@@ -96,6 +96,11 @@ def test_locate_and_get_field():
     assert (read[source != 1] == x[source != 1]).all()
     assert (read[source == 1] == 0).all()
     chex.assert_shape(mixture.get_field("x", env, position), (32,))
+    slots = mixture.slots_at(env, position)
+    assert (slots.index == mixture.capacity).tolist() == (source == 1).tolist()
+    chex.assert_trees_all_equal(
+        *(jax.tree.map(lambda x: x[source != 1], s) for s in (slots, batch.slots))
+    )
 
 
 LOOKUPS = sorted(
@@ -160,16 +165,10 @@ def test_returns():
     mixture = jaxbuf.Mixture.create(parts, [1, 1])
     env, position = jnp.array([[0], [1]]), jnp.arange(2)[None]
     assert mixture.episode(env, position).value.tolist() == [[1.5, 1.0], [15.0, 10.0]]
-
-
-def test_returns_that_some_parts_do_not_record_are_not_told():
-    step = {**STEP, "reward": jnp.float32(0)}
-    options = {"episodes": jaxbuf.Episodes(record_return=True)}
-    records = jaxbuf.TrajectoryBuffer.create(step, 1, 4, **options)
+    # They are not told where some parts do not record them.
     silent = jaxbuf.TrajectoryBuffer.create(step, 1, 4, episodes=jaxbuf.Episodes())
-    for parts in ([records, silent], [silent, records]):
-        mixture = jaxbuf.Mixture.create(parts, [1, 1])
-        assert mixture.episode(0, 0).value is None
+    for some in ([parts[0], silent], [silent, parts[0]]):
+        assert jaxbuf.Mixture.create(some, [1, 1]).episode(0, 0).value is None
 
 
 def test_uses_and_versions_reach_the_parts_that_keep_them():
@@ -203,6 +202,12 @@ BAD = [
     (lambda m, s: m.get_field("x", 0, 0), "get_field was called, but no part has environments"),
     (lambda m, s: m.episode(s), "episode was called, but no part knows its episodes"),
     (lambda m, s: m.episode_mask(s), "episode_mask was called, but no part knows its episodes"),
+    (
+        lambda m, s: m.slots_at(s.index, s.index),
+        "slots_at was called, but no part has environments",
+    ),
+    (lambda m, s: m.update_score(s, jnp.zeros(4)), "update_score was called, but no part uses"),
+    (lambda m, s: m.remove(s), "remove was called, but no part removes items"),
     (lambda m, s: m.part_slots(s, 2), "part is 2; expected the number of one of the 2 parts"),
     (lambda m, s: m.part_slots(s.index, 0), "slots is only an array; expected the slots"),
 ]

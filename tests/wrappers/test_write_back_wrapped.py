@@ -81,6 +81,16 @@ def test_what_is_not_there_is_not_got(make):
     again = mixture.get(batch.slots)
     np.testing.assert_allclose(again.probability, batch.probability, rtol=1e-5)
     chex.assert_trees_all_equal(again.data, batch.data)
+    assert found.slots.index.tolist() == [mixture.capacity] * 2
+    changed = mixture.map_field("reward", doubled, batch_size=4)
+    again = changed.get(batch.slots).data["reward"]
+    assert again.tolist() == (2 * batch.data["reward"]).tolist()
+    for path, value, message in (
+        ("terminated", batch.data["terminated"], "path is 'terminated', but episodes knows"),
+        ("reward", jnp.zeros((3, 2)), r"value has shape \(3, 2\); expected \(24, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mixture.set_field(path, batch.slots, value)
 
 
 @pytest.mark.parametrize("make", [flat, nested])
@@ -114,46 +124,6 @@ def test_items_are_inserted_scored_and_removed(make):
     testing.assert_valid(everything)
 
 
-def test_what_is_read_is_of_all_parts():
-    mixture, batch = drawn(nested)
-    nowhere = jaxbuf.Slots(jnp.array([mixture.capacity, -1]), jnp.array([1, 1], jnp.uint32))
-    found = mixture.get(nowhere)
-    assert (found.valid.tolist(), found.probability.tolist()) == ([False] * 2, [0.0] * 2)
-    assert found.slots.index.tolist() == [mixture.capacity] * 2
-    again = mixture.get(batch.slots)
-    np.testing.assert_allclose(again.probability, batch.probability, rtol=1e-5)
-    chex.assert_trees_all_equal(again.data, batch.data)
-    changed = mixture.map_field("reward", doubled, batch_size=4)
-    again = changed.get(batch.slots).data["reward"]
-    assert again.tolist() == (2 * batch.data["reward"]).tolist()
-    with pytest.raises(ValueError, match="path is 'terminated', but episodes knows the ends"):
-        mixture.set_field("terminated", batch.slots, batch.data["terminated"])
-
-
-def test_windows_of_all_parts_are_found():
-    mixture = jaxbuf.Mixture.create([windows(1000), plain(3000), windows(2000, 3)], [1, 1, 1])
-    batch = mixture.sample(KEY, 24)
-    env, position = mixture.locate(batch.slots)
-    slots = mixture.slots_at(env, position)
-    in_rings = env < 5
-    assert (slots.index == mixture.capacity).tolist() == (~in_rings).tolist()
-    for got, expected in zip(jax.tree.leaves(slots), jax.tree.leaves(batch.slots), strict=True):
-        assert got[in_rings].tolist() == expected[in_rings].tolist()
-
-
-def test_a_mixture_without_such_parts_says_so():
-    mixture = jaxbuf.Mixture.create([plain(1000), plain(2000)], [1, 1])
-    slots = mixture.sample(KEY, 4).slots
-    with pytest.raises(ValueError, match="update_score was called, but no part uses scores"):
-        mixture.update_score(slots, jnp.zeros(4))
-    with pytest.raises(ValueError, match="remove was called, but no part removes items"):
-        mixture.remove(slots)
-    with pytest.raises(ValueError, match=r"slots_at was called, but no part has environments"):
-        mixture.slots_at(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
-    with pytest.raises(ValueError, match=r"value has shape \(3, 2\); expected \(4, 2\)"):
-        mixture.set_field("reward", slots, jnp.zeros((3, 2)))
-
-
 # --- over shards; `sharded_on_devices.py` does the same on eight devices
 
 SHARDS = 2
@@ -177,40 +147,33 @@ def test_items_of_all_shards_are_changed(sampler, exchange):
         lambda: jaxbuf.ItemBuffer.create(PAIR, 6, sampler=sampler, parts=REMOVABLE),
         exchange=exchange,
     )
-    scores = sampler.uses_score
-    given = {"score": jnp.arange(8.0)} if scores else {}
+    given = {"score": jnp.arange(8.0)} if sampler.uses_score else {}
     mask = jnp.arange(8) != 2
     buffer, slots = jaxbuf.insert(buffer, pairs(range(8)), mask=mask, **given)
     assert slots.index.tolist() == [0, 1, 12, 2, 6, 7, 8, 9]
     assert buffer.holds(slots).tolist() == mask.tolist()
     batch = buffer.sample(KEY, 16)
-    again = buffer.get(batch.slots)
-    chex.assert_trees_all_close(again, batch, rtol=1e-5)
-    assert buffer.get(slots).valid.tolist() == mask.tolist()
-
+    chex.assert_trees_all_close(buffer.get(batch.slots), batch, rtol=1e-5)
     # In another order than that of the shards.
     order = jnp.array([5, 0, 3, 1, 0, 7, 2, 6])
     rows = jax.tree.map(lambda leaf: leaf[order], slots)
-    changed, rejected = buffer, 0
-    if scores:
-        score = order.astype(jnp.float32).at[0].set(NAN)
-        changed, rejected = buffer.update_score(rows, -score), 1
-        found = [part.sampler_state.scores.leaves for part in shards_of(changed)]
-        assert found[0][:3].tolist() == [0.0, -1.0, -3.0]
-        assert found[1][:4].tolist() == [4.0, 5.0, -6.0, -7.0]
-    else:
+    if not sampler.uses_score:
         with pytest.raises(ValueError, match="no part of this buffer uses scores"):
             buffer.update_score(rows, jnp.ones(8))
-    gone = changed.remove(rows, mask=order < 4)
-    held = [False, False, False, False, True, True, True, True]
-    assert gone.holds(slots).tolist() == held
+    else:
+        score = order.astype(jnp.float32).at[0].set(NAN)
+        buffer = buffer.update_score(rows, -score)
+        found = [part.sampler_state.scores.leaves for part in shards_of(buffer)]
+        assert found[0][:3].tolist() == [0.0, -1.0, -3.0]
+        assert found[1][:4].tolist() == [4.0, 5.0, -6.0, -7.0]
+    gone = buffer.remove(rows, mask=order < 4)
     metrics = gone.metrics()
-    assert (int(metrics["removed"]), int(metrics["rejected"])) == (3, rejected)
+    assert (int(metrics["removed"]), int(metrics["rejected"])) == (3, int(sampler.uses_score))
     mapped = gone.map_field("reward", doubled, batch_size=4)
     testing.assert_valid(mapped)
-    got, before = mapped.get(slots), buffer.get(slots).data["reward"]
-    assert got.valid.tolist() == held
-    np.testing.assert_array_equal(got.data["reward"][4:], 2 * before[4:])
+    got = mapped.get(slots)
+    assert got.valid.tolist() == [False] * 4 + [True] * 4
+    np.testing.assert_array_equal(got.data["reward"][4:], 2 * pairs(range(4, 8))["reward"])
 
 
 def test_windows_of_all_shards_are_found():
@@ -260,11 +223,6 @@ def _able_windows():
     step = {"x": jnp.float32(0), "terminated": jnp.bool_(False)}
     episodes = jaxbuf.Episodes(boundary="mask")
     return jaxbuf.TrajectoryBuffer.create(step, 2, 4, episodes=episodes, **ABLE)
-
-
-def _in_shards(make):
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jaxbuf.Sharded.create(make, mesh, "d", shards=2)
 
 
 def _slots(index, generation):
@@ -345,4 +303,4 @@ def test_shapes_in_the_errors_of_an_add_are_those_of_all_shards(
         return buffer.add(items, **options)
 
     with pytest.raises(ValueError, match=re.escape(message)):
-        (jax.jit(add) if jitted else add)(_in_shards(make))
+        (jax.jit(add) if jitted else add)(sharded(make))
