@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from scipy import stats
 
 import jaxbuf
+from jaxbuf import testing
 from jaxbuf.wrappers.sharded import exchange
 
 S, N = 8, 32
@@ -39,12 +39,12 @@ def mesh_of(devices, kind=AxisType.Auto, **more):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=chosen)
 
 
-def make(sampler=PLAIN, n=N):
-    return lambda: jaxbuf.ItemBuffer.create(ITEM, n, sampler=sampler)
+def make(sampler=PLAIN, n=N, **options):
+    return lambda: jaxbuf.ItemBuffer.create(ITEM, n, sampler=sampler, **options)
 
 
-def create(devices, n=N, shards=S, **options):
-    one = functools.partial(jaxbuf.ItemBuffer.create, ITEM, n, **options)
+def create(devices, n=N, shards=S, sampler=PLAIN, **options):
+    one = make(sampler, n, **options)
     return jaxbuf.Sharded.create(one, mesh_of(devices), "data", shards=shards)
 
 
@@ -59,8 +59,9 @@ def check_rows(batch):
     chex.assert_trees_all_equal(batch.data, rows(batch.data["at"]))
 
 
-def filled(mesh, sampler=PLAIN, **options):
-    buffer = jaxbuf.Sharded.create(make(sampler), mesh, "data", shards=S, **options)
+def filled(mesh, sampler=PLAIN, exchange=True, **options):
+    one = make(sampler, **options)
+    buffer = jaxbuf.Sharded.create(one, mesh, "data", shards=S, exchange=exchange)
     given = {"priority": PRIORITY} if sampler.uses_priority else {}
     if sampler.uses_score:
         given = {"score": np.log(np.maximum(PRIORITY, 1e-30))}
@@ -137,57 +138,17 @@ def law(sampler):
     return (1 - sampler.uniform_mix) * mass / mass.sum() + sampler.uniform_mix / (S * N)
 
 
-def drawn(buffer, batches=200, batch_size=512):
-    """Returns the counts of all items in many draws, and the probabilities that came with them."""
-
-    @jax.jit
-    def draws(buffer, keys):
-        def one(_, key):
-            batch = buffer.sample(key, batch_size)
-            return (), (batch.data["at"], batch.probability, jnp.all(batch.valid))
-
-        return jax.lax.scan(one, (), keys)[1]
-
-    at, probability, valid = jax.device_get(
-        draws(buffer, jax.random.split(jax.random.key(7), batches))
-    )
-    assert valid.all()
-    said = np.full(S * N, np.nan)
-    said[at.reshape(-1)] = probability.reshape(-1)
-    return np.bincount(at.reshape(-1), minlength=S * N), said
-
-
-def chi_square(counts, p):
-    """The p value, with rare items joined."""
-    order = np.argsort(p)
-    cell = np.floor(np.cumsum((p * counts.sum())[order]) / 20).astype(int)
-    have, want = np.bincount(cell, counts[order]), np.bincount(cell, (p * counts.sum())[order])
-    return stats.chisquare(have[want > 0], want[want > 0] * have.sum() / want.sum()).pvalue
-
-
 @pytest.mark.parametrize(
     "name",
     [name if name == "mixed" else pytest.param(name, marks=ALL) for name in SAMPLERS],
 )
 def test_shards_are_drawn_from_exactly_as_one_buffer(name):
     sampler, p = SAMPLERS[name], law(SAMPLERS[name])
-    counts, said = drawn(filled(mesh_of(8), sampler))
-    assert (counts[p == 0] == 0).all()
-    seen = counts > 0
-    np.testing.assert_allclose(said[seen], p[seen], rtol=3e-6)
-    assert abs(np.where(seen, said, p).sum() - 1) < 3e-6
-    single = make(sampler, S * N)()
-    given = {"priority": PRIORITY} if sampler.uses_priority else {}
-    if sampler.uses_score:
-        given = {"score": np.log(np.maximum(PRIORITY, 1e-30))}
-    alone, _ = drawn(jaxbuf.add(single, rows(np.arange(S * N)), **given))
-    table = np.stack([counts, alone])[:, counts + alone >= 20]
-    p_value, same = chi_square(counts, p), stats.chi2_contingency(table).pvalue
-    print(
-        f"{name}: chi-square {p_value:.3g}, one buffer {chi_square(alone, p):.3g}, same {same:.3g}"
-    )
-    assert p_value > 1e-3
-    assert same > 1e-3
+    buffer, key = filled(mesh_of(8), sampler), jax.random.key(7)
+    testing.assert_distribution(buffer, key, p, draws=500, batch_size=512)
+    batch = jaxbuf.sample(buffer, key, 512)
+    np.testing.assert_allclose(batch.probability, p[batch.slots.index], rtol=3e-6)
+    np.testing.assert_array_equal(batch.data["at"], batch.slots.index)
 
 
 def masses(buffer):
@@ -282,7 +243,7 @@ def test_windows_get_the_largest_priority_of_all_shards():
 
 def test_freshness_is_that_of_each_shard_and_metrics_are_of_all():
     limits = jaxbuf.Freshness(max_use=5, max_staleness=4)
-    buffer = create(4, sampler=PLAIN, freshness=limits)
+    buffer = create(4, freshness=limits)
     rng, learner = np.random.default_rng(0), 0
     for turn in range(6):
         version = (learner - rng.integers(0, 6, 8 * S)).astype(np.int32)
@@ -429,22 +390,6 @@ def test_little_travels_and_nothing_is_copied(what, devices):
     )
 
 
-@ALL
-def test_independent_buffers_under_shard_map_send_nothing():
-    mesh = mesh_of(8)
-
-    def step(buffer, items):
-        buffer = buffer.add(items)
-        batch = buffer.sample(jax.random.key(0), 8)
-        return buffer.update_priority(batch.slots, batch.probability)
-
-    buffers = jax.tree.map(lambda leaf: jnp.stack([leaf] * 16), make()())
-    items = jax.tree.map(lambda leaf: leaf.reshape(16, 4, *leaf.shape[1:]), rows(np.arange(64)))
-    mapped = jax.shard_map(jax.vmap(step), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    text = jax.jit(mapped, donate_argnums=0).lower(buffers, items).compile().as_text()
-    assert collectives(text) == ({}, 0)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_weights_lie_where_their_rows_do(kind):
     buffer = filled(mesh_of(4, kind))
@@ -500,13 +445,8 @@ def test_what_is_the_same_on_all_devices_leaves_a_shard_map_as_it_is(exchanges):
     buffer = filled(mesh_of(4), sampler, exchange=exchanges)
 
     def read(buffer):
-        return (
-            buffer.metrics(),
-            buffer.support(),
-            buffer.can_sample(3),
-            buffer.hyperparameters,
-            buffer.size,
-        )
+        whole = buffer.metrics(), buffer.support(), buffer.can_sample(3)
+        return *whole, buffer.hyperparameters, buffer.size
 
     mapped = jax.shard_map(read, mesh=mesh_of(4), in_specs=P("data"), out_specs=P())
     chex.assert_trees_all_close(jax.jit(mapped)(buffer), read(buffer), rtol=1e-6)
@@ -523,31 +463,36 @@ def changes(buffer, items, key):
     return buffer, slots, buffer.get(batch.slots), buffer.holds(batch.slots)
 
 
+REMOVABLE = {"parts": (jaxbuf.Removable(),)}
+
+
 def twice(items):
     return items["big"] * 2
 
 
-def removable(mesh):
-    options = {"sampler": PLAIN, "parts": (jaxbuf.Removable(),)}
-    buffer = jaxbuf.Sharded.create(
-        lambda: jaxbuf.ItemBuffer.create(ITEM, N, **options), mesh, "data", shards=S
-    )
-    return jaxbuf.add(buffer, rows(np.arange(S * N)), priority=PRIORITY)
-
-
 @pytest.fixture(scope="module")
 def changed():
-    return jax.device_get(run(changes, removable(mesh_of(8))))
+    return jax.device_get(run(changes, filled(mesh_of(8), **REMOVABLE)))
 
 
 @pytest.mark.parametrize(
-    ("devices", "at_once"),
-    [pytest.param(1, True, marks=ALL), (4, True), pytest.param(8, False, marks=ALL)],
+    ("devices", "at_once", "inside"),
+    [
+        pytest.param(1, True, False, marks=ALL),
+        (4, True, False),
+        pytest.param(4, True, True, marks=ALL),
+        pytest.param(8, False, False, marks=ALL),
+    ],
 )
-def test_changes_reach_items_on_any_device(monkeypatch, changed, devices, at_once):
+def test_changes_reach_items_on_any_device(monkeypatch, changed, devices, at_once, inside):
+    """Inside of a shard_map, too."""
     if not at_once:
         monkeypatch.setattr(exchange, "_SINGLE_STEP_BYTES", 0)
-    got = jax.device_get(run(changes, removable(mesh_of(devices))))
+    mesh, function = mesh_of(devices), changes
+    if inside:
+        specs = P("data"), P("data"), P()
+        function = jax.shard_map(changes, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    got = jax.device_get(run(function, filled(mesh, **REMOVABLE)))
     chex.assert_trees_all_close(
         (got[0].shards, *got[1:]), (changed[0].shards, *changed[1:]), rtol=3e-7
     )
@@ -562,35 +507,7 @@ def test_changes_reach_items_on_any_device(monkeypatch, changed, devices, at_onc
     np.testing.assert_array_equal(data["obs"][~overwritten], expected[~overwritten])
 
 
-@ALL
-def test_changes_inside_of_a_shard_map(changed):
-    mesh = mesh_of(4)
-    specs = P("data"), P("data"), P()
-    mapped = jax.shard_map(changes, mesh=mesh, in_specs=specs, out_specs=P("data"))
-    got = jax.device_get(run(mapped, removable(mesh)))
-    chex.assert_trees_all_close(
-        (got[0].shards, *got[1:]), (changed[0].shards, *changed[1:]), rtol=3e-7
-    )
-
-
-def test_without_exchange_means_are_unbiased():
-    buffer = filled(
-        mesh_of(8), jaxbuf.Prioritized(alpha=1.0, stratified=False, uniform_mix=0.1), exchange=False
-    )
-    value = np.random.default_rng(3).normal(size=S * N)
-
-    @jax.jit
-    def means(buffer, keys):
-        def one(_, key):
-            batch = buffer.sample(key, 64, beta=1.0, normalize=None)
-            f = jnp.asarray(value, jnp.float32).at[batch.data["at"]].get()
-            return (), jnp.mean(batch.weights * f)
-
-        return jax.lax.scan(one, (), keys)[1]
-
-    got = np.asarray(means(buffer, jax.random.split(jax.random.key(0), 500)))
-    error = (got.mean() - value.mean()) / (got.std() / np.sqrt(len(got)))
-    assert abs(error) < 3.5
+def test_without_exchange_an_empty_shard_gives_invalid_rows():
     empty = jaxbuf.Sharded.create(make(), mesh_of(8), "data", exchange=False)
     half = jaxbuf.add(empty, rows(np.arange(8)), mask=np.arange(8) < 4)
     batch = jaxbuf.sample(half, jax.random.key(0), 16)
@@ -605,7 +522,7 @@ def test_empty_and_underfull(monkeypatch, at_once):
     if not at_once:
         monkeypatch.setattr(exchange, "_SINGLE_STEP_BYTES", 0)
     draw = jax.jit(lambda buffer: buffer.sample(jax.random.key(0), 16))
-    buffer = create(8, sampler=PLAIN)
+    buffer = create(8)
     batch = draw(buffer)
     assert not batch.valid.any()
     assert not batch.probability.any()
@@ -613,14 +530,8 @@ def test_empty_and_underfull(monkeypatch, at_once):
     assert (np.asarray(batch.slots.index) == S * N).all()
     # One item in all, with and without mass.
     for priority in (3.0, 0.0):
-        one = jaxbuf.add(
-            buffer,
-            rows(np.arange(8)),
-            priority=jnp.full(8, priority),
-            mask=np.arange(8) == 6,
-            donate=False,
-        )
-        batch = draw(one)
+        given = {"priority": jnp.full(8, priority), "mask": np.arange(8) == 6}
+        batch = draw(jaxbuf.add(buffer, rows(np.arange(8)), **given, donate=False))
         assert batch.valid.all()
         assert set(batch.data["at"].tolist()) == {6}
         assert (batch.probability == 1).all()
@@ -650,7 +561,7 @@ def test_seeds_scans_and_gradients():
 
 
 def test_storage_stays_where_it_is():
-    buffer = create(8, sampler=PLAIN)
+    buffer = create(8)
 
     def places(buffer):
         leaf = buffer.shards.data["obs"]
@@ -709,14 +620,8 @@ def test_another_number_of_shards_gets_the_items_in_turn(tmp_path, name, sizes):
         want = [[list(x) for x in zip(*dealt[k::shards][-n:], strict=True)] for k in range(shards)]
         assert [list(shard) for shard in held(loaded)] == want
         assert np.asarray(loaded.shards.counters).sum(axis=0).tolist() == adds
-        drawn = jaxbuf.sample(loaded, jax.random.key(0), 64)
-        check_rows(drawn)
-        kept = [item for k in range(shards) for item in dealt[k::shards][-n:]]
-        mass = np.array([value for _, value in kept], np.float64)
-        mass = np.exp(mass / sampler.temperature) if sampler.uses_score else mass
-        law_of = dict(zip([at for at, _ in kept], mass / mass.sum(), strict=True))
-        want = [law_of[at] for at in drawn.data["at"].tolist()]
-        np.testing.assert_allclose(drawn.probability, want, rtol=1e-5)
+        testing.assert_valid(loaded)
+        check_rows(jaxbuf.sample(loaded, jax.random.key(0), 64))
         # Slots of before are stale.
         if sampler.uses_priority:
             stale = jaxbuf.update_priority(loaded, slots, np.full(64, 99.0, "f4"), donate=False)

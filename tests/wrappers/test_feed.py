@@ -161,17 +161,6 @@ def test_what_must_come_apart_does():
             assert feed_all(holder, [one(i, **options) for i in range(20)])[0] == [1] * 20
 
 
-def test_a_message_that_cannot_be_added_comes_after_those_before_it():
-    holder, rows = make(32), queue.Queue()
-    for message in [*(one(i) for i in range(20)), None, one(20)]:
-        rows.put(message)
-    jaxbuf.feed(holder, rows)
-    with pytest.raises(jaxbuf.Stopped) as stopped:
-        holder.sample(jax.random.key(0), 21, timeout=60.0)
-    assert isinstance(stopped.value.__cause__, TypeError)
-    assert int(holder.read(lambda buffer: buffer.size)) == 20
-
-
 def test_a_sample_that_waits_is_counted():
     with make() as holder:
         assert holder.metrics() == {"seconds_to_add": 0, "seconds_to_sample": 0}
@@ -190,16 +179,18 @@ def test_a_sample_that_waits_is_counted():
         ({"items": jnp.ones(2), "reward": 1}, ValueError),
         ({"rows": jnp.ones(2)}, TypeError),
         (jnp.ones(2), TypeError),
+        (None, TypeError),
     ],
 )
-def test_a_message_that_cannot_be_added_stops_the_holder(message, kind):
-    before, rows = threading.active_count(), queue.Queue()
-    holder = make()
+def test_a_message_that_cannot_be_added_stops_the_holder_after_those_before_it(message, kind):
+    before, holder, rows = threading.active_count(), make(32), queue.Queue()
+    for each in [*(one(i) for i in range(20)), message, one(20)]:
+        rows.put(each)
     jaxbuf.feed(holder, rows)
-    rows.put(message)
     with pytest.raises(jaxbuf.Stopped) as stopped:
-        holder.sample(jax.random.key(0), 4, timeout=60.0)
+        holder.sample(jax.random.key(0), 21, timeout=60.0)
     assert isinstance(stopped.value.__cause__, kind)
+    assert int(holder.read(lambda buffer: buffer.size)) == 20
     threads_end(before)
 
 
