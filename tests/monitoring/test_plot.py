@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 from matplotlib.figure import Figure
 
 import jaxbuf
-from jaxbuf.strategies import Evictor, ItemOccupancy
+from jaxbuf.strategies import Evictor, Ring
+from tests.strategies.test_plug_in import HalfRing
 
 KEY = jax.random.key(0)
 
@@ -77,83 +77,44 @@ def test_scores_and_arrivals():
     assert counted(axes["ages"]) == 3
 
 
-class Holes(ItemOccupancy, struct.PyTreeNode):
-    """Somebody's own slots: every second one, over and over. `position` is no place in a ring."""
+class Half(HalfRing):
+    """Somebody's own slots, of which half are used; ``position`` is no place in a ring."""
 
-    count: jax.Array
-    position: jax.Array
-    capacity: int = struct.field(pytree_node=False)
-    ordered: bool = struct.field(pytree_node=False)
+    position = 0.5
 
-    @property
-    def size(self):
-        return jnp.minimum(self.count, self.capacity // 2)
 
-    def place(self, rows, mask, score):
-        index = 2 * ((self.count + jnp.arange(rows, dtype=jnp.int32)) % (self.capacity // 2))
-        return self.replace(count=self.count + rows), index
-
-    def live(self, index):
-        return (index % 2 == 0) & (index < 2 * self.size)
-
-    def generation(self, index):
-        return jnp.ones(index.shape, jnp.uint32)
-
-    def draw(self, words):
-        return jnp.zeros(words.shape, jnp.int32)
-
-    def clear(self):
-        return self.replace(count=jnp.zeros_like(self.count))
-
-    @property
-    def keeps_order(self):
-        return self.ordered
+class HalfInOrder(Half):
+    keeps_order = True
 
     def age_range(self, start, stop):
-        assert (start, stop) == (None, None)
-        return Order(self)
-
-
-@dataclasses.dataclass
-class Order:
-    """The items of `Holes` from the earliest to the newest."""
-
-    holes: Holes
-
-    @property
-    def total(self):
-        return self.holes.size
-
-    def at(self, rank):
-        first = self.holes.count - self.holes.size
-        return 2 * ((first + rank) % (self.holes.capacity // 2))
+        return self.ring.age_range(start, stop)
 
 
 @dataclasses.dataclass(frozen=True)
-class EverySecond(Evictor):
-    ordered: bool
+class Own(Evictor):
+    kind: type[HalfRing]
 
     def init(self, capacity):
-        return Holes(jnp.int32(0), jnp.float32(0.5), capacity, self.ordered)
+        return self.kind(ring=Ring.create(capacity // 2), capacity=capacity)
 
 
 def test_ages_are_drawn_only_where_they_are_known():
     for retires in (None, jaxbuf.Freshness(max_use=9)):
-        options = {"evictor": EverySecond(False), "freshness": retires}
+        options = {"evictor": Own(Half), "freshness": retires}
         own = jaxbuf.ItemBuffer.create(jnp.float32(0), 12, **options)
         own = own.add(jnp.arange(4.0)).add(jnp.arange(4.0))
         axes = drawn(jaxbuf.plot(own))
         assert list(axes) == ["items by slot", *(["use counts"] if retires else [])]
         assert lines(axes["items by slot"]) == []
         shown = ~np.ma.getmaskarray(axes["items by slot"].images[0].get_array())[0]
-        assert np.flatnonzero(shown).tolist() == [0, 2, 4, 6, 8, 10]
+        assert np.flatnonzero(shown).tolist() == [*range(6)]
         # No colorbar: all colors are the same.
         assert len(jaxbuf.plot(own).axes) == len(axes)
-    known = jaxbuf.ItemBuffer.create(jnp.float32(0), 12, evictor=EverySecond(True))
+    known = jaxbuf.ItemBuffer.create(jnp.float32(0), 12, evictor=Own(HalfInOrder))
     axes = drawn(jaxbuf.plot(known.add(jnp.arange(4.0)).add(jnp.arange(4.0))))
     assert list(axes) == ["age by slot", "ages"]
     shown = axes["age by slot"].images[0].get_array()[0]
-    assert shown[::2].tolist() == [1, 0, 5, 4, 3, 2]
+    assert shown[:6].tolist() == [1, 0, 5, 4, 3, 2]
 
 
 def test_rings_and_their_write_positions():
@@ -193,6 +154,13 @@ def test_queues_and_mixtures():
         "ItemBuffer: 2 of 4 items",
     ]
     assert "priorities" in drawn(figure)
+    # A copy on the host is drawn alike.
+    copy = jaxbuf.plot(jax.device_get(mixture))
+    shown, alike = (
+        [(axes.get_title(), counted(axes)) for axes in each.axes if axes.get_title()]
+        for each in (figure, copy)
+    )
+    assert shown == alike
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
@@ -220,24 +188,22 @@ def test_priorities_of_zero_leave_a_logarithmic_axis():
 
 
 def test_what_cannot_be_drawn():
-    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4)
+    def create():
+        return jaxbuf.ItemBuffer.create(jnp.float32(0), 4)
+
+    buffer, mesh = create(), jax.make_mesh((1,), ("data",))
+    sharded = jaxbuf.Sharded.create(create, mesh, "data", shards=2)
+    for thing, message in (
+        (jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), buffer), "3 stacked ones; plot one of"),
+        (jax.eval_shape(create), "expected one with contents"),
+        ({}, "buffer is a dict; expected an ItemBuffer"),
+        (jaxbuf.Hosted.create(create), r"buffer is a Hosted; .*; plot buffer\.buffer"),
+        (sharded, r"buffer is a Sharded; .*; plot one shard: jax\.tree"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jaxbuf.plot(thing)
     with pytest.raises(ValueError, match="traced, so it has no numbers yet; return it"):
         jax.jit(jaxbuf.plot)(buffer)
-    with pytest.raises(ValueError, match=r"buffer is 3 stacked ones; plot one of them: jax\.tree"):
-        jaxbuf.plot(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), buffer))
-    with pytest.raises(ValueError, match="expected one with contents"):
-        jaxbuf.plot(jax.eval_shape(lambda: buffer))
-    with pytest.raises(ValueError, match="buffer is a dict; expected an ItemBuffer"):
-        jaxbuf.plot({})
-    hosted = jaxbuf.Hosted.create(lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 4))
-    with pytest.raises(ValueError, match=r"buffer is a Hosted; .*; plot buffer\.buffer"):
-        jaxbuf.plot(hosted)
-    mesh = jax.make_mesh((1,), ("data",))
-    sharded = jaxbuf.Sharded.create(
-        lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 4), mesh, "data", shards=2
-    )
-    with pytest.raises(ValueError, match=r"buffer is a Sharded; .*; plot one shard: jax\.tree"):
-        jaxbuf.plot(sharded)
     jaxbuf.plot(jax.tree.map(lambda leaf: leaf[0], sharded.shards))
     jaxbuf.add(buffer, jnp.ones(2))
     with pytest.raises(ValueError, match="buffer was donated"):
@@ -288,18 +254,3 @@ def test_items_of_later_versions_than_the_learners_are_shown():
     shown = drawn(jaxbuf.plot(buffer))["staleness"].patches[0].get_data()
     assert shown.values.tolist() == [1, 0, 1, 1]
     np.testing.assert_array_equal(shown.edges, [-3.5, -2.5, -1.5, -0.5, 0.5])
-
-
-def test_copies_on_the_host_are_drawn_alike():
-    rings = jaxbuf.TrajectoryBuffer.create(
-        jnp.float32(0), 2, 6, sequence_length=2, freshness=jaxbuf.Freshness(max_use=2)
-    )
-    lowest = jaxbuf.ItemBuffer.create(jnp.zeros(2), 4, evictor=jaxbuf.Lowest())
-    lowest = lowest.add(jnp.ones((3, 2)), score=jnp.arange(3.0))
-    ranked = jaxbuf.ItemBuffer.create(jnp.zeros(2), 4, sampler=jaxbuf.RankBased())
-    ranked = ranked.add(jnp.ones((3, 2)))
-    mixture = jaxbuf.Mixture.create([rings.add(jnp.ones((2, 4))), lowest, ranked], [1, 1, 1])
-    figures = [jaxbuf.plot(copy) for copy in (mixture, jax.device_get(mixture))]
-    ours, theirs = ([axes for axes in figure.axes if axes.get_title()] for figure in figures)
-    assert [axes.get_title() for axes in ours] == [axes.get_title() for axes in theirs]
-    assert [counted(axes) for axes in ours] == [counted(axes) for axes in theirs]
