@@ -73,21 +73,6 @@ def test_agrees_with_one_loop_per_start(n, agents):
     chex.assert_trees_all_equal(jaxbuf.n_step(flags, n, 0.9), jaxbuf.n_step(plain, n, 0.9))
 
 
-def test_only_truncation_bootstraps():
-    reward = [[1.0, 2.0, 4.0, 8.0, 16.0]]
-    at_1 = [[False, True, False, False, False]]
-    never = [[False] * 5]
-    ended = jaxbuf.n_step(window(reward, at_1, never), 3, 0.5)
-    np.testing.assert_array_equal(ended.reward, [[2.0, 2.0]])
-    np.testing.assert_array_equal(ended.discount, [[0.0, 0.0]])
-    cut = jaxbuf.n_step(window(reward, never, at_1), 3, 0.5)
-    np.testing.assert_array_equal(cut.reward, [[2.0, 2.0]])
-    np.testing.assert_array_equal(cut.discount, [[0.25, 0.5]])
-    np.testing.assert_array_equal(cut.bootstrap_index, [[2, 2]])
-    both = jaxbuf.n_step(window(reward, at_1, at_1), 3, 0.5)
-    chex.assert_trees_all_equal(both, ended)
-
-
 def test_rewards_past_the_end_do_not_matter():
     reward = jnp.array([[1.0, jnp.nan, jnp.inf, 1.0]])
     result = jaxbuf.n_step(window(reward, [[True, False, False, False]]), 3, 0.9)
