@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 import types
 from typing import Any
 
@@ -94,13 +93,21 @@ def check_diaries(envs, rows):
             chex.assert_trees_all_equal(have[name], value)
 
 
+class Wrapped(gymnasium.vector.VectorWrapper):
+    """A wrapper as most are: it says nothing of how episodes begin anew."""
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["array", "dict"])
+@pytest.mark.parametrize("wrap", [lambda envs: envs, lambda envs: Wrapped(Wrapped(envs))])
 @pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.value)
-def test_a_buffer_holds_what_the_environments_went_through(mode, nested):
+def test_a_buffer_holds_what_the_environments_went_through(mode, wrap, nested):
     make = [functools.partial(Diary, number, nested) for number in range(NUM_ENVS)]
     envs = SyncVectorEnv(make, autoreset_mode=mode)
+    # Gymnasium notes the mode in the metadata of the class of the environments.
+    for other in {*AutoresetMode} - {mode}:
+        SyncVectorEnv(make, autoreset_mode=other)
     buffer = jaxbuf.TrajectoryBuffer.create(transition_like(envs), NUM_ENVS, STEPS)
-    for step in play(envs, STEPS):
+    for step in play(wrap(envs), STEPS):
         buffer = jaxbuf.add(buffer, step.transitions, mask=step.mask)
     held = np.asarray(buffer.end_position)
     assert held.tolist() == [len(env.diary) for env in envs.envs]
@@ -148,42 +155,36 @@ LAST = {
 }
 
 
+OF_NAMES = {"a": np.zeros((2, 2), np.float32), "z": np.zeros(2, np.float32)}
+
+
+def stored(obs, ended, final):
+    """What is stored of a step that ended some episodes and had these last observations."""
+    ended = np.array(ended)
+    result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
+    return gymnasium_transitions(SAME, obs, np.zeros(2, int), result).transitions
+
+
 @pytest.mark.parametrize("final", LAST.values(), ids=LAST)
 @pytest.mark.parametrize("kind", [dict, ORDERED, types.MappingProxyType], ids=lambda k: k.__name__)
 def test_last_observations_are_matched_by_name(kind, final):
-    obs = kind({"z": np.zeros(2, np.float32), "a": np.zeros((2, 2), np.float32)})
-    ended = np.array([False, True])
-    result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
-    step = gymnasium_transitions(SAME, obs, np.zeros(2, int), result)
-    found = step.transitions["next_obs"]
-    assert {name: leaf.tolist() for name, leaf in found.items()} == {
-        "a": [[0, 0], [21, 22]],
-        "z": [0, 11],
-    }
-    example = {
-        "obs": {"z": jnp.float32(0), "a": jnp.zeros(2)},
-        "next_obs": {"a": jnp.zeros(2), "z": jnp.float32(0)},
-    }
-    rows = {name: step.transitions[name] for name in example}
+    rows = stored(kind({"z": OF_NAMES["z"], "a": OF_NAMES["a"]}), [False, True], final)
+    found = {name: leaf.tolist() for name, leaf in rows["next_obs"].items()}
+    assert found == {"a": [[0, 0], [21, 22]], "z": [0, 11]}
+    one = {"a": jnp.zeros(2), "z": jnp.float32(0)}
+    example = {"obs": one, "next_obs": one}
+    rows = {name: rows[name] for name in example}
     buffer = jaxbuf.add(jaxbuf.ItemBuffer.create(example, 4), rows)
     assert buffer.data["next_obs"]["z"].tolist() == [0, 11, 0, 0]
 
 
-def test_last_observations_of_tuples():
+def test_observations_may_be_tuples_or_lists():
     obs = (np.zeros((2, 2), np.float32), {"z": np.zeros(2, np.float32)})
-    ended = np.array([True, False])
     for final in ([([1, 2], {"z": 3}), None], (np.array([[1, 2], [0, 0]]), {"z": [3, 0]})):
-        result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
-        found = gymnasium_transitions(SAME, obs, np.zeros(2), result).transitions["next_obs"]
+        found = stored(obs, [True, False], final)["next_obs"]
         assert (found[0].tolist(), found[1]["z"].tolist()) == ([[1, 2], [0, 0]], [3, 0])
-
-
-def test_observations_may_be_lists():
-    ended = np.array([True, False])
-    result = ([[5, 6], [7, 8]], [0, 0], ended, ~ended & False, {"final_obs": [[1, 2], None]})
-    rows = gymnasium_transitions(SAME, [[0, 0], [0, 0]], np.zeros(2), result).transitions
-    assert rows["obs"].shape == (2, 2)
-    assert rows["next_obs"].tolist() == [[1, 2], [7, 8]]
+    rows = stored([[5, 6], [7, 8]], [True, False], [[1, 2], None])
+    assert (rows["obs"].shape, rows["next_obs"].tolist()) == ((2, 2), [[1, 2], [7, 8]])
 
 
 @pytest.mark.parametrize(
@@ -195,29 +196,16 @@ def test_observations_may_be_lists():
         ([None, {"z": 1, "a": None}], r"\['a'\] of environment 1 is None"),
         ([None, {"z": 1, "a": 3}], r"\['a'\] of environment 1 is of shape \(\); expected"),
         ([None, [1, 2]], r"infos\['final_obs'\]\[1\] has no \['a'\]"),
+        ([None, [0.5, 1]], r"final_obs'\]\[1\] of environment 1 is float64; expected uint8"),
+        ([None, np.array([7, 300])], r"1\[1\] is 300; expected an integer from 0 to 255"),
+        (np.full((2, 2), -1), r"environment 1\[0\] is -1; expected an integer from 0"),
     ],
 )  # fmt: skip
 def test_last_observations_that_do_not_fit_are_named(final, message):
-    obs = {"a": np.zeros((2, 2), np.float32), "z": np.zeros(2, np.float32)}
-    ended = np.array([False, True])
-    result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
+    # Names are those of dicts, and numbers are not cast to those of another kind.
+    obs = OF_NAMES if r"\['a'\]" in message else np.zeros((2, 2), np.uint8)
     with pytest.raises(ValueError, match=message):
-        gymnasium_transitions(SAME, obs, np.zeros(2), result)
-
-
-def test_last_observations_are_not_cast_to_another_kind():
-    obs, ended = np.zeros((2, 2), np.uint8), np.array([False, True])
-    for final, message in (
-        ([None, [0.5, 1]], r"final_obs'\]\[1\] of environment 1 is float64; expected uint8"),
-        (
-            [None, np.array([7, 300])],
-            r"environment 1\[1\] is 300; expected an integer from 0 to 255",
-        ),
-        (np.full((2, 2), -1), r"environment 1\[0\] is -1; expected an integer from 0"),
-    ):
-        result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
-        with pytest.raises(ValueError, match=message):
-            gymnasium_transitions(SAME, obs, np.zeros(2), result)
+        stored(obs, [False, True], final)
 
 
 def test_resets_are_told_from_transitions_or_refused():
@@ -382,24 +370,6 @@ def test_examples_of_nested_spaces():
         transition_like(gymnax.make("CartPole-v1")[0])
 
 
-class Wrapped(gymnasium.vector.VectorWrapper):
-    """A wrapper as most are: it says nothing of how episodes begin anew."""
-
-
-@pytest.mark.parametrize("wrap", [lambda envs: envs, lambda envs: Wrapped(Wrapped(envs))])
-@pytest.mark.parametrize(
-    ("mode", "other"),
-    [*itertools.permutations(AutoresetMode, 2)],
-    ids=lambda mode: mode.value,
-)
-def test_other_environments_of_the_class_change_nothing(mode, other, wrap):
-    make = [functools.partial(Diary, number, False) for number in range(NUM_ENVS)]
-    envs = SyncVectorEnv(make, autoreset_mode=mode)
-    # Gymnasium notes the mode in the metadata of the class of the environments.
-    SyncVectorEnv(make, autoreset_mode=other)
-    check_diaries(envs, played(wrap(envs)))
-
-
 def test_a_wrapper_may_say_how_it_resets():
     envs = SyncVectorEnv([functools.partial(Diary, 0, False)])
     obs, _ = envs.reset()
@@ -517,6 +487,8 @@ class Count:
 class AutoReset:
     """The behavior of brax's ``AutoResetWrapper``."""
 
+    action_size = 1
+
     def __init__(self, env):
         self.env = env
 
@@ -545,34 +517,12 @@ def play_brax(env, num_envs, steps):
     return jax.jit(lambda state: rollout(step, state, jax.random.key(1), steps))(state)[1]
 
 
-def test_brax_steps_whose_last_observation_is_lost_are_masked():
-    env = AutoReset(Count())
-    env.action_size = 1
-    steps, mask = play_brax(env, 2, 11)
-    assert steps["obs"][:, :, 0].tolist() == [[0, 1] * 5 + [0], [0, 1, 2, 3, 4] * 2 + [0]]
-    np.testing.assert_array_equal(steps["terminated"][0], [False, True] * 5 + [False])
-    np.testing.assert_array_equal(steps["truncated"][1], ([False] * 4 + [True]) * 2 + [False])
-    assert not (steps["terminated"] & steps["truncated"]).any()
-    np.testing.assert_array_equal(mask, ~steps["truncated"])
-    buffer = jaxbuf.ItemBuffer.create(jax.tree.map(lambda x: x[0, 0], steps), 40)
-    fold = functools.partial(jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:]))
-    assert buffer.add(fold(steps), mask=fold(mask)).size == 20
-
-
-def test_brax_keeps_last_observations_with_a_wrapper():
-    env = AutoReset(FinalObs(Count()))
-    env.action_size = env.env.action_size
-    steps, mask = play_brax(env, 2, 11)
-    assert mask.all()
-    np.testing.assert_array_equal(steps["next_obs"], steps["obs"] + 1)
-
-
 class FullReset(AutoReset):
     """As MuJoCo Playground's ``full_reset=True``, which keeps one entry of ``info``."""
 
     def __init__(self, env, kept):
         super().__init__(env)
-        self.kept, self.action_size = kept, 1
+        self.kept = kept
 
     def step(self, state, action):
         after = self.env.step(state, action)
@@ -591,20 +541,33 @@ class FullReset(AutoReset):
         return after.replace(obs=obs, pipeline_state=number, info=info)
 
 
-@pytest.mark.parametrize("kept", ["AutoResetWrapper_preserve_info", "another"])
-@pytest.mark.parametrize("wrapper", [FinalObs, lambda env: env], ids=["final", "plain"])
-def test_brax_rows_are_masked_if_info_is_of_another_episode(wrapper, kept):
-    steps, mask = play_brax(FullReset(wrapper(Count()), kept), 2, 11)
-    ends = np.array([[False, True] * 5 + [False], ([False] * 4 + [True]) * 2 + [False]])
-    if wrapper is FinalObs and kept == "AutoResetWrapper_preserve_info":
-        assert mask.all()
-        np.testing.assert_array_equal(steps["terminated"], ends * [[True], [False]])
-        np.testing.assert_array_equal(steps["truncated"], ends * [[False], [True]])
-        np.testing.assert_array_equal(steps["next_obs"], steps["obs"] + 1)
-    else:
-        np.testing.assert_array_equal(mask, ~ends)
-        rows = jax.tree.map(lambda leaf: leaf[mask], steps)
-        np.testing.assert_array_equal(rows["next_obs"], rows["obs"] + 1)
+KEPT = "AutoResetWrapper_preserve_info"
+# Of an environment that terminates after 2 steps, and of one that is cut after 5.
+ENDED = np.array([[False, True] * 5 + [False], ([False] * 4 + [True]) * 2 + [False]])
+CUT = ENDED & np.array([[False], [True]])
+
+
+@pytest.mark.parametrize(
+    ("env", "lost"),
+    [
+        (AutoReset(FinalObs(Count())), CUT & False),
+        # A last observation is lost, and where it terminated nobody needs it.
+        (AutoReset(Count()), CUT),
+        (FullReset(FinalObs(Count()), KEPT), CUT & False),
+        # What tells how an episode ended is of the next one.
+        (FullReset(FinalObs(Count()), "another"), ENDED),
+        (FullReset(Count(), KEPT), ENDED),
+        (FullReset(Count(), "another"), ENDED),
+    ],
+)
+def test_brax_rows_are_masked_if_what_they_need_is_lost(env, lost):
+    steps, mask = play_brax(env, 2, 11)
+    np.testing.assert_array_equal(mask, ~lost)
+    assert steps["obs"][:, :, 0].tolist() == [[0, 1] * 5 + [0], [0, 1, 2, 3, 4] * 2 + [0]]
+    np.testing.assert_array_equal(steps["terminated"][mask], (ENDED & ~CUT)[mask])
+    np.testing.assert_array_equal(steps["truncated"][mask], CUT[mask])
+    known = mask & ~steps["terminated"] if isinstance(env.env, Count) else mask
+    np.testing.assert_array_equal(steps["next_obs"][known], steps["obs"][known] + 1)
 
 
 def test_brax_metrics_tell_an_episode_that_has_just_begun():
