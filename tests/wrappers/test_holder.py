@@ -18,6 +18,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import Holder, Stopped
+from tests.wrappers.test_operations import a_sharded
 
 # Long enough for a busy machine; nothing that passes waits for it.
 LIMIT = 60.0
@@ -147,6 +148,15 @@ def test_a_queue_and_rings_with_a_limiter():
     holder.add(jnp.zeros((1, 2), jnp.int32), env_ids=[1], timeout=0)
     assert holder.sample(KEY, 3, timeout=0).valid.all()
     assert int(holder.limiter.metrics()["inserts"]) == 6
+
+
+def test_time_makes_room_for_a_throughput_limiter():
+    limiter = jaxbuf.ThroughputLimiter.create(samples_per_insert=(0.5, math.inf), window=0.05)
+    holder = Holder(item_buffer(8), limiter=limiter.inserted(10).sampled(2))
+    # Nobody samples: the counts decay until the samples are forgotten.
+    holder.add(integers(1), timeout=LIMIT)
+    assert holder.read(lambda buffer: int(buffer.size)) == 1
+    assert float(holder.limiter.metrics()["samples"]) < 1e-4
 
 
 def test_options_of_sample_and_new_priorities():
@@ -312,13 +322,9 @@ def rings(length=4, sequence_length=2, **options):
     return jaxbuf.TrajectoryBuffer.create(jnp.int32(0), 2, length, **options)
 
 
-def recent(ratio):
-    sampler = jaxbuf.Recent(ratio=ratio, steps=2)
-    return item_buffer(4, sampler=sampler).add(integers(1, 2, 3))
-
-
 def test_only_recent_items_may_be_too_few():
-    assert Holder(recent(0.5)).sample(KEY, 3, timeout=0).valid.all()
+    recent = item_buffer(4, sampler=jaxbuf.Recent(ratio=0.5, steps=2))
+    assert Holder(recent.add(integers(1, 2, 3))).sample(KEY, 3, timeout=0).valid.all()
 
 
 def mixture(*shares):
@@ -431,12 +437,6 @@ def test_adds_and_samples_never_wait_for_each_other(ratio, least, share):
     assert metrics["error"] == metrics["inserts"] * ratio - metrics["samples"]
 
 
-def sharded(make):
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
-    return jaxbuf.Sharded.create(make, mesh, "data", shards=2)
-
-
 USED_UP = {"freshness": jaxbuf.Freshness(max_use=1), "sampler": jaxbuf.Uniform(False)}
 # Of each: a buffer, the rows that are added, the batch size, and options of a sample.
 SHORT = {
@@ -444,10 +444,10 @@ SHORT = {
     "windows": (lambda: rings(32, 4), (2, 1), 16, {}),
     "longer windows": (lambda: rings(32, 2), (2, 1), 16, {"sequence_length": 6}),
     "used up": (lambda: item_buffer(64, **USED_UP), 1, 16, {}),
-    "sharded": (lambda: sharded(lambda: item_buffer(32)), 2, 32, {}),
+    "sharded": (lambda: a_sharded(lambda: item_buffer(32)), 2, 32, {}),
     "hosted": (lambda: jaxbuf.Hosted.create(lambda: item_buffer(64)), 1, 32, {}),
     "mixture": (
-        lambda: jaxbuf.Mixture.create([item_buffer(64) for _ in range(2)], [1, 1]),
+        lambda: jaxbuf.Mixture.create([item_buffer(64), item_buffer(64)], [1, 1]),
         1,
         16,
         {},
@@ -657,6 +657,9 @@ def test_weights_with_a_limiter_and_options(deprecated):
     assert int(holder.limiter.metrics()["samples"]) == 4
 
 
+LIMITER = jaxbuf.RateLimiter.create(1.0)
+
+
 def limited(*arguments):
     limiter = jaxbuf.RateLimiter.create(*arguments)
     return Holder(item_buffer(512), limiter=limiter)
@@ -667,10 +670,7 @@ BAD = [
         lambda: Holder(items(2), limiter=3),
         "limiter is 3; expected None, a jaxbuf.RateLimiter, a jaxbuf.ThroughputLimiter or",
     ),
-    (
-        lambda: Holder((1, 2), limiter=jaxbuf.RateLimiter.create(1.0)),
-        "state is a tuple; expected a buffer",
-    ),
+    (lambda: Holder((1, 2), limiter=LIMITER), "state is a tuple; expected a buffer"),
     (
         lambda: limited(1.0, 10, 5.0).sample(KEY, 11),
         "batch_size asks for 11 rows at a time, but limiter never allows more than 10; this would",
@@ -695,20 +695,11 @@ BAD = [
         lambda: mixture(9, 1).sample(KEY, 10),
         "batch_size asks for 10 rows at a time, of which parts[0] gives 9, but the capacity is 8",
     ),
-    (
-        lambda: queue(2).sample(KEY, 1),
-        "buffer is a Queue, which has no method sample",
-    ),
+    (lambda: queue(2).sample(KEY, 1), "buffer is a Queue, which has no method sample"),
     (lambda: items(2).take(1), "buffer is an ItemBuffer, which has no method take; it has"),
-    (
-        lambda: items(2).sample(KEY, 1, normalize="mean"),
-        "normalize was given without beta",
-    ),
-    (lambda: Holder(sharded(rings)).sample(KEY, 14), "but the room is for 12 windows"),
-    (
-        lambda: Holder(jaxbuf.Hosted.create(rings)).sample(KEY, 7),
-        "but the room is for 6 windows",
-    ),
+    (lambda: items(2).sample(KEY, 1, normalize="mean"), "normalize was given without beta"),
+    (lambda: Holder(a_sharded(rings)).sample(KEY, 14), "but the room is for 12 windows"),
+    (lambda: Holder(jaxbuf.Hosted.create(rings)).sample(KEY, 7), "but the room is for 6 windows"),
     *(
         (
             lambda limiter=limiter: Holder(item_buffer(8), limiter=limiter).sample(KEY, 4),

@@ -10,14 +10,11 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
+from tests.wrappers.test_operations import a_sharded, members
 
 KEY = jax.random.key(0)
 STEP = {"obs": jnp.zeros(3), "reward": jnp.float32(0), "terminated": jnp.bool_(False)}
 ENVS = 4
-
-
-def mesh(kind=jax.sharding.AxisType.Auto):
-    return jax.make_mesh((1,), ("d",), axis_types=(kind,))
 
 
 def rows(*shape):
@@ -37,29 +34,20 @@ def rings(envs=ENVS):
     return jaxbuf.TrajectoryBuffer.create(STEP, envs, 8, sequence_length=2)
 
 
-def sharded(make):
-    return jaxbuf.Sharded.create(make, mesh(), "d", shards=2)
-
-
 ITEMS = {
     "plain": items,
     "hosted": lambda: jaxbuf.Hosted.create(items),
-    "sharded": lambda: sharded(lambda: items(8)),
+    "sharded": lambda: a_sharded(lambda: items(8)),
 }
 RINGS = {
     "plain": rings,
     "hosted": lambda: jaxbuf.Hosted.create(rings),
-    "sharded": lambda: sharded(lambda: rings(ENVS // 2)),
+    "sharded": lambda: a_sharded(lambda: rings(ENVS // 2)),
 }
 
 
 def flat(steps):
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), steps)
-
-
-def by_reward(data):
-    order = np.argsort(np.asarray(data["reward"]).reshape(-1))
-    return np.asarray(data["reward"]).reshape(-1)[order]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +76,7 @@ def test_a_store_is_loaded_into_items(tmp_path, kind):
         buffer = store.load_into(ITEMS[kind](), rows_at_a_time=5)
         testing.assert_holds(buffer, rows(7))
         added = store.append_buffer(buffer)
-        assert by_reward(store.read(added)).tolist() == list(range(7))
+        assert sorted(store.read(added)["reward"].tolist()) == list(range(7))
 
 
 def test_a_mixture_has_no_order(tmp_path):
@@ -101,6 +89,8 @@ def test_a_mixture_has_no_order(tmp_path):
             store.append_buffer(mixture)
         with pytest.raises(ValueError, match="expected a buffer"):
             store.append_buffer(rows(3))
+    with pytest.raises(ValueError, match="keeps no items of its own"):
+        jaxbuf.from_minari([Episode(0, 3)], mixture)
 
 
 class Episode:
@@ -118,20 +108,11 @@ class Episode:
 )
 def test_minari_meets_wrappers(make):
     buffer = jaxbuf.from_minari([Episode(0, 3), Episode(10, 4)], make(), rows_at_a_time=5)
-    held = [0, 1, 2, 10, 11, 12, 13]
-    wanted = {
-        "obs": jnp.stack([jnp.asarray(held, jnp.float32)] * 3, axis=-1),
-        "reward": jnp.asarray(held, jnp.float32),
-        "terminated": jnp.asarray([False, False, True, False, False, False, True]),
-    }
+    held = jnp.array([0.0, 1.0, 2.0, 10.0, 11.0, 12.0, 13.0])
+    ends = jnp.isin(held, jnp.array([2.0, 13.0]))
+    wanted = {"obs": jnp.stack([held] * 3, axis=-1), "reward": held, "terminated": ends}
     testing.assert_holds(buffer, wanted)
     testing.assert_valid(buffer)
-
-
-def test_minari_refuses_a_mixture():
-    mixture = jaxbuf.Mixture.create([items(), items()], [1, 1])
-    with pytest.raises(ValueError, match="keeps no items of its own"):
-        jaxbuf.from_minari([Episode(0, 3)], mixture)
 
 
 def test_wrappers_that_cannot_be_parts_say_so():
@@ -139,33 +120,18 @@ def test_wrappers_that_cannot_be_parts_say_so():
     with pytest.raises(ValueError, match=r"buffers\[1\] is a Hosted.*Hosted.create\(lambda"):
         jaxbuf.Mixture.create([items(), hosted], [1, 1])
     with pytest.raises(ValueError, match=r"buffers\[0\] is a Sharded.*join the batches"):
-        jaxbuf.Mixture.create([sharded(items), items()], [1, 1])
+        jaxbuf.Mixture.create([a_sharded(items), items()], [1, 1])
     with pytest.raises(ValueError, match=r"make returns a Sharded.*on one CPU device"):
-        jaxbuf.Hosted.create(lambda: sharded(items))
-
-
-def test_a_mixture_may_be_hosted():
-    hosted = jaxbuf.Hosted.create(lambda: jaxbuf.Mixture.create([items(), items()], [1, 1]))
-    hosted = jaxbuf.add(hosted, rows(3), part=1)
-    testing.assert_holds(hosted, rows(3))
-    testing.assert_valid(hosted)
+        jaxbuf.Hosted.create(lambda: a_sharded(items))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_assertions_look_into_shards(kind):
-    on = mesh(getattr(jax.sharding.AxisType, kind))
-    buffer = jaxbuf.Sharded.create(items, on, "d", shards=2)
-    buffer = jaxbuf.add(buffer, rows(6))
+    buffer = jaxbuf.add(a_sharded(items, getattr(jax.sharding.AxisType, kind)), rows(6))
     testing.assert_valid(buffer)
     testing.assert_holds(buffer, rows(6))
     with pytest.raises(AssertionError, match="not expected"):
         testing.assert_holds(buffer, rows(5))
-
-
-def test_the_law_of_a_hosted_buffer_is_that_of_the_one_inside():
-    hosted = jaxbuf.Hosted.create(lambda: items(4))
-    hosted = jaxbuf.add(hosted, rows(2))
-    testing.assert_distribution(hosted, KEY, jnp.array([0.5, 0.5, 0, 0]))
 
 
 def with_episodes(envs):
@@ -192,7 +158,7 @@ def mixed():
 def filled(kind):
     """A buffer with four open episodes."""
     if kind == "sharded":
-        return sharded(lambda: with_episodes(ENVS // 2)).add(OPEN)
+        return a_sharded(lambda: with_episodes(ENVS // 2)).add(OPEN)
     buffer = mixed()
     for part, half in ((0, slice(0, 2)), (2, slice(2, 4))):
         buffer = buffer.add(jax.tree.map(lambda leaf, half=half: leaf[half], OPEN), part=part)
@@ -201,10 +167,7 @@ def filled(kind):
 
 def state(buffer):
     """The flags that are set and the sizes, by environment."""
-    if isinstance(buffer, jaxbuf.Mixture):
-        parts = [buffer.parts[0], buffer.parts[2]]
-    else:
-        parts = [jax.tree.map(lambda leaf, i=i: leaf[i], buffer.shards) for i in range(2)]
+    parts = [part for part in members(buffer) if part.num_envs]
     truncated = np.concatenate([np.asarray(part.data["truncated"]) for part in parts])
     truncated = truncated.reshape(-1, parts[0].length)
     held = np.concatenate([np.asarray(part.rings.held) for part in parts])
@@ -232,12 +195,12 @@ def test_episodes_end_and_environments_are_cleared_wherever_they_are(kind, envs,
 
 @pytest.mark.parametrize("method", ["end_episodes", "drop_newest_episode"])
 def test_wrappers_without_episodes_say_so(method):
-    for buffer in (sharded(lambda: rings(2)), jaxbuf.Mixture.create([rings()], [1])):
+    for buffer in (a_sharded(lambda: rings(2)), jaxbuf.Mixture.create([rings()], [1])):
         with pytest.raises(ValueError, match=f"{method} was called, but .*Episodes"):
             getattr(buffer, method)()
     with pytest.raises(ValueError, match=f"{method} was called, but .*TrajectoryBuffer"):
-        getattr(sharded(lambda: items(8)), method)()
-    for buffer in (mixed(), sharded(lambda: with_episodes(2))):
+        getattr(a_sharded(lambda: items(8)), method)()
+    for buffer in (mixed(), a_sharded(lambda: with_episodes(2))):
         with pytest.raises(
             ValueError, match=r"envs has shape \(3,\); expected \(4,\), which is \(num_envs,\)"
         ):
