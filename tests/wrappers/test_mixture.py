@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 import jaxbuf
+from jaxbuf import testing
 from tests.models import sampling as reference
 
 ITEM = jax.ShapeDtypeStruct((), jnp.int32)
@@ -47,19 +47,8 @@ def test_counts_are_largest_remainders(ratios):
     assert mixture.counts(10) == tuple(reference.shares([round(r * 10) for r in ratios], 10))
 
 
-def test_a_batch_has_exact_shares_in_the_order_of_the_parts():
-    mixture = two_parts()
-    for key in range(3):
-        sample = jaxbuf.sample(mixture, jax.random.key(key), 16)
-        assert ((sample.data >= 100) == (jnp.arange(16) >= 12)).all()
-        assert mixture.part_of(sample.slots).tolist() == [0] * 12 + [1] * 4
-    assert (mixture.capacity, int(mixture.size)) == (10, 8)
-    # The first part gives 3 of 4 rows; it would give 6 of 8, but has only 5.
-    assert (bool(mixture.can_sample(4)), bool(mixture.can_sample(8))) == (True, False)
-
-
 def test_probabilities_weights_and_frequencies():
-    """Chi-square at the 0.1 % level; windows, priorities and uniform draws in one batch."""
+    """Windows, priorities and uniform draws in one batch."""
     rings = jaxbuf.TrajectoryBuffer.create(ITEM, 2, 4, sequence_length=1)
     rings = rings.add(jnp.arange(200, 206, dtype=jnp.int32).reshape(2, 3))
     both = [
@@ -69,36 +58,17 @@ def test_probabilities_weights_and_frequencies():
     # Windows have a time axis, so items need one as well.
     wide = [dataclasses.replace(buffer, data=buffer.data[:, None]) for buffer in both]
     mixture = jaxbuf.Mixture.create([*wide, rings], [2, 1, 1])
-    sample = jax.jit(jax.vmap(lambda key: mixture.sample(key, 8)))(
-        jax.random.split(jax.random.key(1), 1000)
-    )
-    drawn = np.asarray(sample.data).ravel()
-    share = {
-        **dict.fromkeys(range(3), 0.5 / 3),
-        100: 0.25 / 8,
-        101: 0.5 / 8,
-        103: 1.25 / 8,
-        **dict.fromkeys(range(200, 206), 0.25 / 6),
-    }
-    names, counts = np.unique(drawn, return_counts=True)
-    assert names.tolist() == sorted(share)
-    expected = np.array([share[name] for name in names])
-    assert expected.sum() == pytest.approx(1.0)
-    assert stats.chisquare(counts, expected * counts.sum()).pvalue > 1e-3
-    told = np.asarray(sample.probability).ravel()
-    np.testing.assert_allclose(told, [share[name] for name in drawn], rtol=1e-6)
-
-    one = jax.tree.map(lambda leaf: leaf[0], sample)
-    weights = jaxbuf.importance_weights(mixture, one, 1.0, None)
-    np.testing.assert_allclose(weights, 1 / (13 * one.probability), rtol=1e-5)
-    weights = jaxbuf.importance_weights(mixture, one, 1.0, "buffer")
-    np.testing.assert_allclose(weights, 0.25 / 8 / one.probability, rtol=1e-5)
-    weights = jaxbuf.importance_weights(mixture, one, 1.0, "mean")
-    np.testing.assert_allclose(weights, 1 / (12 * one.probability), rtol=1e-5)
-    # Weighted draws are right for the mean over all items that can be drawn.
-    value = {name: float(i * i) for i, name in enumerate(sorted(share))}
-    estimate = np.mean([value[name] / (12 * share[name]) for name in drawn])
-    assert estimate == pytest.approx(np.mean(list(value.values())), rel=0.02)
+    law = np.zeros(mixture.capacity)
+    law[:3] = 0.5 / 3
+    law[[3, 4, 6]] = 0.25 * np.array([1, 2, 5]) / 8
+    law[8 + np.array([0, 1, 2, 4, 5, 6])] = 0.25 / 6
+    testing.assert_distribution(mixture, jax.random.key(1), law, draws=8000, batch_size=8)
+    sample = jaxbuf.sample(mixture, jax.random.key(1), 8)
+    np.testing.assert_allclose(sample.probability, law[sample.slots.index], rtol=1e-6)
+    # There are 13 items, of which 12 can be drawn.
+    for normalize, factor in ((None, 1 / 13), ("buffer", 0.25 / 8), ("mean", 1 / 12)):
+        weights = jaxbuf.importance_weights(mixture, sample, 1.0, normalize)
+        np.testing.assert_allclose(weights, factor / sample.probability, rtol=1e-5)
 
 
 def test_an_empty_part_gives_invalid_rows():
@@ -117,17 +87,6 @@ def test_an_empty_part_gives_invalid_rows():
     assert masses(after) == before
     np.testing.assert_array_equal(jaxbuf.importance_weights(after, sample, 1.0)[2:], 0.0)
     assert after.clear().support().count == 0
-
-
-def test_a_mixture_may_be_a_part_and_parts_may_lack_priorities():
-    inner = jaxbuf.Mixture.create([part(0, 3, 4, jaxbuf.Uniform()), part(100, 3, 4)], [1, 1])
-    outer = jaxbuf.Mixture.create([inner, part(200, 3, 4)], [2, 2])
-    sample = jaxbuf.sample(outer, jax.random.key(0), 64)
-    assert (sample.data // 100).tolist() == [0] * 16 + [1] * 16 + [2] * 32
-    np.testing.assert_allclose(sample.probability, [0.25 / 3] * 32 + [0.5 / 3] * 32, rtol=1e-6)
-    outer = jaxbuf.update_priority(outer, sample.slots, sample.data.astype(jnp.float32))
-    assert masses(outer.parts[0].replace(parts=outer.parts[0].parts[1:])) == [[100, 101, 102, 0]]
-    assert masses(outer.replace(parts=outer.parts[1:])) == [[200, 201, 202, 0]]
 
 
 def test_names_take_the_place_of_numbers(tmp_path):
@@ -328,6 +287,12 @@ WEIGHED = {
         jaxbuf.Mixture.create([part(0, 0, 4), skewed(100, 2.0, 5.0), part(200, 3, 3)], [1, 3, 0]),
         8,
     ),
+    "rows that a queue gave": lambda: (
+        jaxbuf.Mixture.create(
+            [jaxbuf.Queue.create(ITEM, 8).add(jnp.arange(4)), skewed(100, 1.0, 3.0)], [1, 1]
+        ),
+        6,
+    ),
     "a mixture as a part": lambda: (
         jaxbuf.Mixture.create(
             [
@@ -350,27 +315,17 @@ WEIGHED = {
 @pytest.mark.parametrize("case", WEIGHED)
 def test_weights_within_each_part_are_those_of_a_naive_model(case):
     mixture, rows = WEIGHED[case]()
-    sample = jaxbuf.sample(mixture, jax.random.key(4), rows)
-    hosted = jaxbuf.Hosted.create(lambda: mixture)
-    for normalize, buffer in zip(NORMALIZE, (mixture, hosted, mixture, hosted), strict=True):
+    key, within = jax.random.key(4), {"beta": 0.6, "within": "part"}
+    after, sample = jaxbuf.next_batch(mixture, key, rows, donate=False)
+    hosted = jaxbuf.Hosted.create(lambda: after)
+    for normalize, buffer in zip(NORMALIZE, (after, hosted, after, hosted), strict=True):
         expected = reference.weights_within_parts(laws_of(mixture), rows_of(sample), 0.6, normalize)
-        options = {"beta": 0.6, "normalize": normalize, "within": "part"}
-        weights = jaxbuf.importance_weights(buffer, sample, **options)
+        weights = jaxbuf.importance_weights(buffer, sample, normalize=normalize, **within)
         np.testing.assert_allclose(weights, expected, rtol=2e-6)
-        if normalize in ("buffer", "mean"):
-            again = jaxbuf.sample(buffer, jax.random.key(4), rows, **options)
-            np.testing.assert_array_equal(again.data, sample.data)
-            np.testing.assert_allclose(again.weights, expected, rtol=2e-6)
-
-
-def test_weights_of_rows_that_a_queue_gave():
-    queue = jaxbuf.Queue.create(ITEM, 8).add(jnp.arange(4, dtype=jnp.int32))
-    mixture = jaxbuf.Mixture.create([queue, skewed(100, 1.0, 3.0)], [1, 1])
-    after, batch = jaxbuf.next_batch(mixture, jax.random.key(1), 6, donate=False)
-    for normalize in NORMALIZE:
-        weights = jaxbuf.importance_weights(after, batch, 0.5, normalize, within="part")
-        expected = reference.weights_within_parts(laws_of(mixture), rows_of(batch), 0.5, normalize)
-        np.testing.assert_allclose(weights, expected, rtol=2e-6)
+    # The last of these, without a normalization, as those of a batch.
+    _, again = jaxbuf.next_batch(mixture, key, rows, normalize=None, **within)
+    np.testing.assert_array_equal(again.data, sample.data)
+    np.testing.assert_allclose(again.weights, expected, rtol=2e-6)
 
 
 def test_within_a_buffer_that_is_no_mixture():

@@ -171,23 +171,6 @@ def test_returns():
         assert jaxbuf.Mixture.create(some, [1, 1]).episode(0, 0).value is None
 
 
-def test_uses_and_versions_reach_the_parts_that_keep_them():
-    mixture = nested()
-    batch, source = drawn(mixture)
-    mixture = mixture.set_version(2)
-    np.testing.assert_array_equal(mixture.staleness(batch.slots), np.where(source == 1, 2, 0))
-    # All windows online were too stale and have retired; items may be as stale as they like.
-    retired = [v for name, v in mixture.metrics().items() if name.endswith("retired_stale")]
-    assert [int(number) for number in retired] == [0, 14]
-    mask = jnp.asarray(batch.data["x"][:, 0] != 5000)
-    mixture = jax.jit(lambda m, s, mask: m.mark_used(s, mask=mask))(mixture, batch.slots, mask)
-    x = np.asarray(batch.data["x"][:, 0])
-    counted = np.where((source == 1) & (x != 5000), [(x == value).sum() for value in x], 0)
-    uses = np.asarray(mixture.use_count(batch.slots))
-    # Items used twice have retired.
-    np.testing.assert_array_equal(uses, np.where(counted >= 2, 0, counted))
-
-
 def plain():
     parts = [jaxbuf.ItemBuffer.create(jnp.int32(0), 4).add(jnp.arange(4)) for _ in range(2)]
     return jaxbuf.Mixture.create(parts, [1, 1])

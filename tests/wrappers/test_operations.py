@@ -133,10 +133,10 @@ def negative(steps):
 
 @functools.cache
 def filled(kind, of_items):
-    """A wrapper, and slots of it: valid, stale, repeated and invalid ones."""
+    """A wrapper, and slots of it in reverse: valid, stale, repeated and invalid ones."""
     buffer = WRAPPERS[kind][of_items]()
     slots = buffer.sample(KEY, ROWS).slots
-    index, generation = np.array(slots.index), np.array(slots.generation)
+    index, generation = (np.flip(np.array(x)) for x in (slots.index, slots.generation))
     index[3], generation[3] = index[2], generation[2]
     generation[5] -= 1
     index[6] = buffer.capacity
@@ -236,8 +236,9 @@ def expected_of(buffer, name, slots, args, options):
     return changed, rows
 
 
+# Those of the last two are of all items.
 @pytest.mark.parametrize("kind", ["mixture", "sharded"])
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("name", [*ROUTED, "map_field", "set_version"])
 def test_each_row_goes_to_the_buffer_that_it_comes_from(kind, name):
     buffer, slots = filled(kind, name in OF_ITEMS)
     args, options = arguments(name, buffer, slots)
