@@ -26,23 +26,6 @@ def items(rows=16):
     return jax.tree.map(lambda leaf: jnp.ones((rows, *leaf.shape), leaf.dtype), EXAMPLE)
 
 
-def add_then_sample(buffer, key):
-    buffer = buffer.add(items())
-    return buffer, buffer.sample(key, 32).data
-
-
-def sample_then_add(buffer, key):
-    batch = buffer.sample(key, 32)
-    return buffer.add(items()), batch.data
-
-
-def scanned(step):
-    def scan(buffer, keys):
-        return jax.lax.scan(step, buffer, keys)
-
-    return scan
-
-
 def short(names):
     return sorted(name.partition(".")[2] for name in names)
 
@@ -94,17 +77,6 @@ def test_without_donation_everything_is_copied():
     assert report.advice in str(report).replace("\n", " ")
 
 
-def test_sampling_before_adding_needs_memory_for_a_copy():
-    buffer = create()
-    report = jaxbuf.explain_memory(scanned(sample_then_add), buffer, KEYS)
-    assert report.temporary_bytes >= buffer.data["obs"].nbytes
-    assert "add before you sample" in report.advice
-    report = jaxbuf.explain_memory(scanned(add_then_sample), buffer, KEYS)
-    assert report.temporary_bytes < buffer.data["obs"].nbytes / 2
-    assert report.copied == ()
-    assert report.advice == ""
-
-
 def test_a_result_beside_the_buffer_is_counted():
     def keep_one(buffer, rows):
         return buffer.add(rows), buffer.data["next_obs"]
@@ -122,14 +94,6 @@ def test_abstract_arguments_need_no_memory():
     assert report.copied == ()
     assert "updated in place" in str(report)
     assert report.bytes_in_place > 2**35
-
-
-def test_sampling_only_reads():
-    report = jaxbuf.explain_memory(
-        jaxbuf.sample, create(), jax.random.key(0), 8, static_argnums=2, donate_argnums=()
-    )
-    assert len(report.read) == len(report.leaves)
-    assert report.bytes_copied == 0
 
 
 def test_a_jitted_function_keeps_its_own_donation():
@@ -218,18 +182,6 @@ def test_memory_of_a_network_is_no_reason_to_change_the_order():
     report = jaxbuf.explain_memory(step, create(), jnp.ones((7, 256)), KEYS[0])
     assert report.temporary_bytes > CAPACITY * 7 * 4
     assert report.advice == ""
-
-
-def test_over_seeds_and_for_trajectories():
-    buffers = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), create())
-    keys = jax.random.split(jax.random.key(0), (3, 2))
-    report = jaxbuf.explain_memory(scanned(jax.vmap(add_then_sample)), buffers, keys)
-    assert report.copied == ()
-    rings = jaxbuf.TrajectoryBuffer.create(EXAMPLE, 2, CAPACITY, sequence_length=3)
-    steps = jax.tree.map(lambda leaf: jnp.ones((2, 4, *leaf.shape), leaf.dtype), EXAMPLE)
-    assert jaxbuf.explain_memory(jaxbuf.add, rings, steps).copied == ()
-    kept = jaxbuf.explain_memory(jaxbuf.add, rings, steps, donate_argnums=())
-    assert "data['obs']" in short(kept.copied)
 
 
 def test_without_buffers_all_arguments_are_looked_at():

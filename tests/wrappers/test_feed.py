@@ -23,24 +23,6 @@ def threads_end(before):
     soon(lambda: threading.active_count() <= before)
 
 
-def test_messages_are_arguments_of_add():
-    before, rows = threading.active_count(), queue.Queue()
-    mask, priority = jnp.array([True, False, True]), jnp.array([1.0, 9.0, 3.0])
-    with make() as holder:
-        jaxbuf.feed(holder, rows)
-        rows.put({"items": jnp.arange(3.0), "priority": priority, "mask": mask})
-        rows.put({"items": jnp.arange(3.0, 6.0)})
-        batch = holder.read(
-            lambda buffer: buffer.get(buffer.latest(8).slots),
-            when=lambda buffer: buffer.size == 5,
-            timeout=60.0,
-        )
-    assert batch.data[batch.valid].tolist() == [0.0, 2.0, 3.0, 4.0, 5.0]
-    first, second = batch.probability[batch.valid][:2]
-    assert float(second / first) == pytest.approx(3**0.6)
-    threads_end(before)
-
-
 def test_a_queue_fills_up_while_the_limiter_lets_nothing_in():
     rows = queue.Queue(maxsize=1)
     limiter = jaxbuf.RateLimiter.create(1.0, 2, tolerance=(-2.0, 4.0))
