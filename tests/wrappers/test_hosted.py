@@ -51,32 +51,24 @@ def same(sample, other):
     chex.assert_trees_all_equal(*(jax.tree.map(np.array, tree) for tree in (sample, other)))
 
 
-def steps(first):
-    return jax.tree.map(lambda leaf: leaf.reshape(2, 8, *leaf.shape[1:]), rows(first))
-
-
-@pytest.mark.parametrize(("make", "items"), [(prioritized, rows), (windows, steps)])
-def test_it_does_what_the_buffer_does_bit_for_bit_and_in_place(make, items):
-    plain, buffer = make(), hosted(make)
+def test_it_does_what_the_buffer_does_bit_for_bit_and_in_place():
+    plain, buffer = prioritized(), hosted()
     place = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(buffer.buffer.data)]
     rng = np.random.default_rng(0)
     for i in range(8):
-        plain, buffer = jaxbuf.add(plain, items(16 * i)), jaxbuf.add(buffer, items(16 * i))
-        key = jax.random.key(i)
+        plain, buffer = jaxbuf.add(plain, rows(16 * i)), jaxbuf.add(buffer, rows(16 * i))
         weighing = {"beta": 0.4, "normalize": None if i % 2 else "buffer"}
-        batch, ours = (jaxbuf.sample(one, key, 24, **weighing) for one in (plain, buffer))
+        batch, ours = (jaxbuf.sample(x, jax.random.key(i), 24, **weighing) for x in (plain, buffer))
         same(batch, ours)
-        for normalize in ("batch", "buffer", "mean", None):
-            expected = jaxbuf.importance_weights(plain, batch, 0.4, normalize)
-            weights = jaxbuf.importance_weights(buffer, ours, 0.4, normalize)
-            chex.assert_trees_all_close(weights, expected, rtol=1e-6)
         priority = rng.random(24, np.float32)
         plain = jaxbuf.update_priority(plain, batch.slots, priority)
         buffer = jaxbuf.update_priority(buffer, ours.slots, priority)
         same(plain, buffer.buffer)
         assert (buffer.size, buffer.capacity) == (plain.size, plain.capacity)
-        assert buffer.can_sample(1) == plain.can_sample(1)
-        assert buffer.can_sample(2000) == plain.can_sample(2000)
+        assert [bool(x.can_sample(n)) for x in (plain, buffer) for n in (1, 2000)] == [
+            True,
+            False,
+        ] * 2
     same(plain.metrics(), buffer.metrics())
     assert place == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(buffer.buffer.data)]
 
@@ -86,7 +78,8 @@ def test_options_of_the_buffer_inside_are_passed_on():
     mixture = jaxbuf.add(mixture, rows(0), part=1, mask=np.arange(16) < 4)
     batch = jaxbuf.sample(mixture, jax.random.key(0), 8)
     assert batch.valid.tolist() == [False] * 4 + [True] * 4
-    trajectories = jaxbuf.add(hosted(windows), steps(0))
+    steps = jax.tree.map(lambda leaf: leaf.reshape(2, 8, *leaf.shape[1:]), rows(0))
+    trajectories = jaxbuf.add(hosted(windows), steps)
     batch = jaxbuf.sample(trajectories, jax.random.key(0), 8, sequence_length=5)
     assert batch.data["obs"].shape == (8, 5, 3)
     with pytest.raises(ValueError, match="score was given"):
@@ -112,19 +105,22 @@ def test_without_donating_the_old_one_stays():
 def test_it_is_not_called_while_something_is_traced():
     buffer = jaxbuf.add(hosted(), rows(0))
     key = jax.random.key(0)
-    from_python = "is called from Python; sample before your jitted step"
-    with pytest.raises(ValueError, match=f"sample was called inside.*{from_python}"):
-        jax.jit(lambda buffer: buffer.sample(key, 4))(buffer)
-    # A constant of the program would be the same batch each time.
-    with pytest.raises(ValueError, match=f"sample was called inside.*{from_python}"):
-        jax.jit(lambda x: x + buffer.sample(key, 4).data["reward"])(jnp.zeros(4))
-    with pytest.raises(ValueError, match=f"add was called inside.*{from_python}"):
-        jax.vmap(lambda items: jaxbuf.add(buffer, items))(jax.tree.map(lambda x: x[None], rows(0)))
-    with pytest.raises(ValueError, match=f"metrics was called inside.*{from_python}"):
-        jax.lax.scan(lambda carry, _: (carry, buffer.metrics()), 0, length=2)
-    for read in (buffer.get, lambda slots: buffer.apply(lambda b: (b, slots))):
-        with pytest.raises(ValueError, match=r"was called inside of jax\.jit"):
-            jax.jit(read)(buffer.sample(key, 4).slots)
+    slots, one = buffer.sample(key, 4).slots, jax.tree.map(lambda x: x[None], rows(0))
+    for call, name in (
+        (lambda: jax.jit(lambda buffer: buffer.sample(key, 4))(buffer), "sample"),
+        # A constant of the program would be the same batch each time.
+        (
+            lambda: jax.jit(lambda x: x + buffer.sample(key, 4).data["reward"])(jnp.zeros(4)),
+            "sample",
+        ),
+        (lambda: jax.vmap(lambda items: jaxbuf.add(buffer, items))(one), "add"),
+        (lambda: jax.lax.scan(lambda x, _: (x, buffer.metrics()), 0, length=2), "metrics"),
+        (lambda: jax.jit(buffer.get)(slots), "get"),
+        (lambda: jax.jit(lambda slots: buffer.apply(lambda b: (b, slots)))(slots), "apply"),
+    ):
+        message = f"{name} was called inside.*is called from Python; sample before your jitted step"
+        with pytest.raises(ValueError, match=message):
+            call()
     assert buffer.size == 16
 
 
@@ -236,7 +232,7 @@ def main():
         buffer = jaxbuf.update_priority(buffer, ours.slots, td_error)
         same(plain, buffer.buffer)
         assert all(leaf.devices() == {cpu} for leaf in jax.tree.leaves(buffer))
-        for normalize in ("batch", "buffer", "mean", None):
+        for normalize in ("batch", "buffer"):
             weights = jaxbuf.importance_weights(buffer, ours, 0.4, normalize)
             expected = jaxbuf.importance_weights(plain, batch, 0.4, normalize)
             np.testing.assert_allclose(weights, expected, rtol=1e-6)
@@ -277,20 +273,14 @@ def test_it_works_inside_the_mesh_of_a_program():
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",))
 
-    def create():
-        return jaxbuf.Hosted.create(
-            lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 8, sampler=jaxbuf.Prioritized())
-        )
-
     def use(buffer):
-        buffer = jaxbuf.add(buffer, jnp.arange(4.0))
+        buffer = jaxbuf.add(buffer, rows(0))
         batch = jaxbuf.sample(buffer, jax.random.key(0), 4)
-        buffer = jaxbuf.update_priority(buffer, batch.slots, batch.data)
-        assert int(buffer.size) == 4
-        assert int(buffer.clear().size) == 0
-        return batch.data.tolist()
+        buffer = jaxbuf.update_priority(buffer, batch.slots, batch.data["reward"])
+        assert (int(buffer.size), int(buffer.clear().size)) == (16, 0)
+        return batch.data["reward"].tolist()
 
-    want, before = use(create()), create()
+    want, before = use(hosted()), hosted()
     with jax.set_mesh(mesh):
-        assert use(create()) == want
+        assert use(hosted()) == want
         assert use(before) == want

@@ -59,9 +59,9 @@ def values_of_any_size():
     random = np.random.default_rng(0)
     plain = [[1, 1], [3, 1], [1, 1, 1], [0, 2, 1], [0.1, 0.2, 0.7], [1e-3, 0, 0, 5], [1]]
     ends = [[3e38, 3e38, 3e38], [1e-45, 0], [1e-45, 3e-45, 1e-38], [3e38, 1e-45], [-0.0, 2]]
-    drawn = [random.random(n) for n in (2, 3, 4, 7, 40, 130) for _ in range(20)]
-    wide = [2.0 ** random.uniform(-149, 127, n) for n in (2, 3, 5, 140) for _ in range(20)]
-    near = [2.0 ** random.integers(-33, 1, n) for n in (2, 3, 5) for _ in range(20)]
+    drawn = [random.random(n) for n in (2, 3, 40, 130) for _ in range(20)]
+    wide = [2.0 ** random.uniform(-149, 127, n) for n in (2, 3, 130) for _ in range(20)]
+    near = [2.0 ** random.integers(-33, 1, n) for n in (2, 3) for _ in range(20)]
     return [np.asarray(x, np.float32) for x in (*plain, *ends, *drawn, *wide, *near)]
 
 
