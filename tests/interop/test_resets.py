@@ -128,12 +128,8 @@ def test_rows_are_those_of_a_model(resets, time_limit, kind):
         assert np.flatnonzero(envs.waiting[seed]).tolist() == waiting
         assert envs.turn[seed] == turn
         # The longest time that one waits.
-        waits = [
-            sum(1 for _ in run)
-            for row in mask[seed]
-            for on, run in itertools.groupby(row)
-            if not on
-        ]
+        runs = itertools.chain(*(itertools.groupby(row) for row in mask[seed]))
+        waits = [sum(1 for _ in run) for on, run in runs if not on]
         assert max(waits, default=0) < math.ceil(NUM_ENVS / most) + (most >= NUM_ENVS)
     assert rows["terminated"].any()
     assert mask.all() == (resets not in (1, 2))
@@ -184,8 +180,15 @@ class Returned(NamedTuple):
     truncated: object
 
 
-@pytest.mark.parametrize("flags", [(True, 0), (1, False), (np.bool_(True), 0.0), (2.5, np.int8(0))])
-@pytest.mark.parametrize("resets", [None, 1])
+@pytest.mark.parametrize(
+    ("resets", "flags"),
+    [
+        (None, (True, 0)),
+        (1, (1, False)),
+        (None, (np.bool_(True), 0.0)),
+        (1, (2.5, np.int8(0))),
+    ],
+)
 def test_pytrees_and_python_numbers(resets, flags):
     def begin(key):
         return [(jnp.uint8(3), None), {"x": 0, "on": False, "none": jnp.zeros((0, 2))}]
@@ -199,15 +202,12 @@ def test_pytrees_and_python_numbers(resets, flags):
     envs = begin(jax.random.PRNGKey(0), np.int64(3))
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(envs))
     action = {"push": np.ones((3, 2), np.int32)}
-    envs, out = take(jax.random.PRNGKey(1), envs, action)
-    envs, out = take(jax.random.PRNGKey(1), envs, action)
+    for _ in range(2):
+        envs, out = take(jax.random.PRNGKey(1), envs, action)
     assert not any(leaf.weak_type for leaf in jax.tree.leaves((envs, out)))
     rows, first = out.transitions, [True, resets is None, resets is None]
-    assert jax.tree.map(lambda leaf: leaf.dtype.name, rows["reward"]) == {
-        "a": "bool",
-        "b": "bfloat16",
-        "c": "int32",
-    }
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, rows["reward"])
+    assert dtypes == {"a": "bool", "b": "bfloat16", "c": "int32"}
     moved = [1, 1, 1] if resets is None else [1, 2, 2]
     assert (rows["next_obs"][0].tolist(), rows["terminated"].tolist()) == (moved, first)
 
@@ -275,7 +275,5 @@ def test_other_bad_input():
 def test_each_device_has_environments_of_its_own(resets):
     envs, last, out = check(play(resets), [jax.random.PRNGKey(0)])
     assert isinstance(last, EnvState)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), envs) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), last
-    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(envs, last)
     assert out.transitions["reward"].shape == (4, NUM_ENVS, STEPS)
