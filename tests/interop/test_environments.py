@@ -159,7 +159,7 @@ OF_NAMES = {"a": np.zeros((2, 2), np.float32), "z": np.zeros(2, np.float32)}
 
 
 def stored(obs, ended, final):
-    """What is stored of a step that ended some episodes and had these last observations."""
+    """Stores a step that ended some episodes and had these last observations."""
     ended = np.array(ended)
     result = (obs, np.zeros(2), ended, ~ended & False, {"final_obs": final})
     return gymnasium_transitions(SAME, obs, np.zeros(2, int), result).transitions

@@ -38,7 +38,7 @@ def plain(**options):
 
 
 def nested():
-    """Items from 200 on cannot be removed."""
+    """Items whose number is 200 or more cannot be removed."""
     parts = [items().add(flat(6, 100), score=scores(6)), plain().add(flat(3, 200))]
     inner = jaxbuf.Mixture.create(parts, [1, 1])
     return jaxbuf.Mixture.create([rings().add(steps(ENVS)), inner], [1, 1])
