@@ -1,4 +1,4 @@
-"""`TrajectoryBuffer`: which windows there are, what they are worth, what a handle means."""
+"""`TrajectoryBuffer`: which windows there are, what they are worth, and steps that are read."""
 
 import re
 
@@ -195,9 +195,70 @@ def test_importance_weights_count_windows():
         np.testing.assert_allclose(weights, raw / most, rtol=1e-5)
 
 
+def rows(read):
+    """The valid steps of each ring, as a list of lists."""
+    t, valid = jax.device_get((read.data["t"], read.valid))
+    return [row[legal].tolist() for row, legal in zip(t, valid, strict=True)]
+
+
+def test_gather_all_leaves_the_earliest_out():
+    """ALF's example: the position of a step never changes."""
+    buffer = create(4, 9, num_earliest_ignored=2)
+    for first, last, kept in ((1, 8, 3), (9, 14, 8)):
+        buffer = jaxbuf.add(buffer, steps([[*range(first, last + 1)]] * 4))
+        read = buffer.gather_all()
+        assert rows(read) == [[*range(kept, last + 1)]] * 4
+        assert read.position[:, 0].tolist() == [kept - 1] * 4
+    assert rows(buffer.gather_all(ignore_earliest=False)) == [[*range(6, 15)]] * 4
+
+
+def test_clear_of_some_environments_leaves_out_numbers_below_zero():
+    buffer = jaxbuf.add(create(3, 4), steps(np.arange(9).reshape(3, 3)))
+    cleared = jax.jit(lambda buffer, envs: buffer.clear(envs))(buffer, jnp.array([2, 2, -1]))
+    assert rows(cleared.gather_all()) == [[0, 1, 2], [3, 4, 5], []]
+
+
+def test_fields_by_environment_and_position():
+    buffer = jaxbuf.add(create(2, 4), steps(np.arange(12).reshape(2, 6)))
+    env, position = jnp.array([[0], [1], [7], [-1]]), jnp.array([[1, 2, 5, 6]])
+    found = buffer.get_field("t", env, position)
+    assert found.tolist() == [[0, 2, 5, 0], [0, 8, 11, 0], [0] * 4, [0] * 4]
+    assert buffer.get_field("obs", jnp.int32(1), jnp.uint32(4)).tolist() == [10.0, -10.0]
+    empty = create(3, 8, 2, period=2)
+    env, _ = empty.locate(empty.sample(jax.random.key(0), 2).slots)
+    assert env.tolist() == [3, 3]
+
+
+def test_positions_past_2_to_the_32():
+    buffer = create(1, 6)
+    far = {"cursor": jnp.array([3], jnp.uint32), "lap": jnp.array([2**32 // 6 + 1], jnp.uint32)}
+    buffer = buffer.replace(occupancy=buffer.occupancy.replace(**far))
+    first = int(buffer.end_position[0])
+    assert first > 2**32 - 6
+    buffer = jaxbuf.add(buffer, steps([range(6)]))
+    at = buffer.gather_all().position
+    assert at[0].tolist() == [(first + i) % 2**32 for i in range(6)]
+    assert buffer.get_field("t", jnp.zeros_like(at, jnp.int32), at).tolist() == [[*range(6)]]
+
+
+BAD_READS = [
+    (lambda b: b.get_field("obs.shape", 0, 0), "path is 'obs.shape'"),
+    (lambda b: b.dequeue(5), "n is 5, but a ring has length 4"),
+    (lambda b: b.dequeue(1, mask=jnp.ones(3, bool)), "mask has shape (3,); expected (2,)"),
+    (lambda b: b.clear(jnp.ones(3, bool)), "envs has shape (3,); expected (2,)"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_READS)
+def test_bad_reads(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(create(2, 4))
+
+
 BAD_CONFIGURATIONS = [
     ({"sequence_length": 9}, "sequence_length is 9, but a ring has length 8"),
     ({"period": 3}, "length is 8 and period 3"),
+    ({"sequence_length": 7, "num_earliest_ignored": 2}, "num_earliest_ignored is 2 and"),
     ({"num_envs": 2**20, "length": 2**11}, "at most 2**30 steps"),
     ({"example": {}}, "example has no leaves"),
     ({"sampler": jaxbuf.Softmax()}, "needs scores, which steps do not have"),
