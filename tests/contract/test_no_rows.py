@@ -15,7 +15,7 @@ BY_ROWS = (
     "add", "add_to_some", "insert", "update_priority", "update_score", "set_field", "remove",
     "mark_used", "staleness", "importance_weights", "get",
 )  # fmt: skip
-NAMES = operations.ONE_OF_EACH | {"uniform-distinct", "blend", "windows-blend", "queue", "mixture"}
+NAMES = operations.ONE_OF_EACH | {"blend", "recent", "queue", "mixture"}
 CASES = [case for case in operations.CASES if case[0] in NAMES and case[1] in BY_ROWS]
 
 
