@@ -10,14 +10,7 @@ from typing import Any
 
 
 class Accumulator:
-    """A list of rows for each owner, and a list of complete items that wait.
-
-    Args:
-        owners: number of lists.
-        length: most rows in an item.
-        per_add: most items handed out at a time.
-        waiting: most complete items that wait, those of one call included.
-    """
+    """A list of rows for each owner, and a list of complete items that wait."""
 
     def __init__(self, owners: int, length: int, per_add: int, waiting: int):
         self.length = length
@@ -66,15 +59,7 @@ class Accumulator:
 
 
 class ChunkAccumulator(Accumulator):
-    """The same for fragments that come with the numbers of their workers, versions and sessions.
-
-    Args:
-        workers: number of lists.
-        length: fragments in a chunk.
-        per_add: most chunks handed out at a time.
-        waiting: most complete chunks that wait.
-        max_staleness: most versions behind the learner; None takes all, of any session.
-    """
+    """The same for fragments that come with the numbers of their workers, versions and sessions."""
 
     def __init__(
         self,

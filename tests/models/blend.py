@@ -9,12 +9,7 @@ from tests.models.sampling import recent_probabilities
 
 
 def blended(laws, weights):
-    """``[n]``: the probability of each item under a blend.
-
-    Args:
-        laws: ``[n]`` probabilities under each sampler; all 0 if it can draw nothing.
-        weights: the weight of each sampler.
-    """
+    """``[n]``: the probability of each item under a blend; a law of zeros can draw nothing."""
     able = [(law, weight) for law, weight in zip(laws, weights, strict=True) if sum(law) > 0]
     total = sum(weight for _, weight in able)
     parts = [np.asarray(law, np.float64) * weight / total for law, weight in able if weight > 0]
@@ -22,14 +17,7 @@ def blended(laws, weights):
 
 
 class BlendedItemBuffer(reference.ItemBuffer):
-    """The twin of an ``ItemBuffer`` that draws by priority with several exponents, and the newest.
-
-    Args:
-        capacity: number of slots.
-        exponents: one exponent of priorities for each of the first samplers; 0 is uniform.
-        newest: how many items the last sampler draws from.
-        weights: the weight of each sampler.
-    """
+    """The twin of an ``ItemBuffer`` that draws by priority with some exponents, and the newest."""
 
     def __init__(self, capacity, exponents, newest, weights, **options):
         super().__init__(capacity, **options)
@@ -42,9 +30,7 @@ class BlendedItemBuffer(reference.ItemBuffer):
         for exponent in self.exponents:
             masses = [reference.mass(item.priority, exponent, 0.0) for item in self.live]
             laws.append(reference.proportional(masses if exponent else np.ones(self.size)))
-        by_age = sorted(
-            self.live, key=lambda item: (self.position - 1 - item.index) % self.capacity
-        )[::-1]
+        by_age = sorted(self.live, key=lambda item: item.number)
         none = dict.fromkeys(self.live, 0.0)
         recent = recent_probabilities([by_age], none, 1.0, self.newest)
         laws.append([recent[item] for item in self.live])

@@ -4,19 +4,7 @@ from collections import Counter
 
 
 def goal_distribution(strategy, achieved, length, row, t, discount=1.0):
-    """The probability of each new goal of step ``t`` of episode ``row``.
-
-    Args:
-        strategy: One of hindsight's.
-        achieved: Of each episode, a list of hashable achieved goals.
-        length: Of each episode, how many of these are real.
-        row: Which episode.
-        t: Which step of it.
-        discount: That of ``"geometric"``.
-
-    Returns:
-        A dict from goals to probabilities.
-    """
+    """The probability of each new goal of step ``t`` of episode ``row``, by the achieved goals."""
     if strategy == "geometric":
         weights = [discount**k for k in range(length[row] - t)]
         return {achieved[row][t + k]: w / sum(weights) for k, w in enumerate(weights)}

@@ -8,12 +8,7 @@ from tests.models import items as reference
 
 
 def by_rank(values, alpha: float) -> np.ndarray:
-    """``[n]`` masses ``rank ** -alpha``: rank 1 is the largest value, and of equal ones the first.
-
-    Args:
-        values: ``[n]``, priorities or scores in the order of their slots.
-        alpha: the exponent.
-    """
+    """``[n]`` masses ``rank ** -alpha``: rank 1 is the largest value, of equal ones the first."""
     values = [float(value) for value in values]
     masses = np.zeros(len(values))
     for place, value in enumerate(values):

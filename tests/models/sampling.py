@@ -7,20 +7,8 @@ import math
 from tests.models import items as reference
 
 
-def age_range(items, start, stop):
-    """A slice of a list of items from the earliest to the newest."""
-    return items[slice(start, stop)]
-
-
 def recent_probabilities(rings, base, ratio, steps):
-    """The probability of every item when a part of the rows is recent.
-
-    Args:
-        rings: lists of items, each from the earliest to the newest.
-        base: the probability of each item for the other rows.
-        ratio: the part of the rows that is recent.
-        steps: how many items of each list are recent.
-    """
+    """The probability of every item when a part of the rows is one of the last of each list."""
     recent = [item for ring in rings for item in ring[-steps:]]
     return {
         item: (ratio / len(recent) if item in recent else 0.0) + (1 - ratio) * base[item]
@@ -42,12 +30,8 @@ def shares(ratios, rows):
 def weights_within_parts(parts, rows, beta, normalize):
     """Weights of rows within the parts of a mixture, each row by itself.
 
-    Args:
-        parts: for each part the probability of each of its items in a draw from it alone, by
-            name; a part whose rows are taken out has None.
-        rows: for each row the part and the name of the item, or None for an invalid row.
-        beta: the exponent.
-        normalize: as in ``importance_weights``.
+    A part is the law of a draw from it alone, by the names of its items, or None if its rows are
+    taken out; a row is its part and the name of the item, or None if it is invalid.
     """
 
     def times(part, name):
@@ -77,8 +61,6 @@ class RecentItemBuffer(reference.ItemBuffer):
         self.steps = steps
 
     def probabilities(self):
-        by_age = sorted(
-            self.live, key=lambda item: (self.position - 1 - item.index) % self.capacity
-        )[::-1]
+        by_age = sorted(self.live, key=lambda item: item.number)
         base = super().probabilities()
         return recent_probabilities([by_age], base, self.ratio, self.steps) if by_age else base

@@ -6,13 +6,7 @@ from tests.models import items as reference
 
 
 def stale_law(times, now, alpha=1.0):
-    """``[n]``: the probability of each item.
-
-    Args:
-        times: the batch in which each item was last drawn, or after which it was added.
-        now: how many batches there were.
-        alpha: the exponent.
-    """
+    """``[n]``: the probability of items last drawn in, or added after, these of ``now`` batches."""
     masses = [0.0 if time == now else float(now - time) ** alpha for time in times]
     return reference.proportional(masses)
 

@@ -32,17 +32,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """The options of a buffer that knows episodes.
-
-    Attributes:
-        avoid: whether windows stay within an episode.
-        alf: whether rewards arrive with the next row and returns are ALF's.
-        short: the ends up to which windows may be shorter.
-        every: distance of the starts of windows, counted from the first step of an episode.
-        discount: factor per step.
-        default: return of what has none.
-        clip: least and largest reward.
-    """
+    """The options of a buffer that knows episodes: ``boundary``, ``recurrence`` and the others."""
 
     avoid: bool = False
     alf: bool = False
@@ -56,19 +46,8 @@ class Episodes:
 class TrajectoryBuffer:
     """Lists of steps, of which the oldest go; windows are found by looking everywhere.
 
-    Args:
-        num_envs: number of lists.
-        length: most steps in each.
-        sequence_length: steps in a window.
-        period: a window starts where the step's place in its ring is a multiple of it.
-        ignored: how many of the earliest steps start no window.
-        limits: as of an ``ItemBuffer``; a window is as old as its first step.
-        episodes: what is known of episodes.
-        alpha: priority exponent, or ``None`` for uniform sampling.
-        initial_priority: smallest default priority of a window.
-        epsilon: added to a priority before the exponent.
-        uniform_mix: share of draws made uniformly.
-        by_episode: whether each episode with a window is equally likely.
+    A window starts where the place of a step in its ring is a multiple of ``period``, but not at
+    the earliest steps, and is as old as its first step. The options are as of an ``ItemBuffer``.
     """
 
     def __init__(
@@ -230,10 +209,7 @@ class TrajectoryBuffer:
     def around(self, start: Step, offset: int, *, ends: bool) -> tuple[int, bool]:
         """Number of the step at an offset from a window's first, or else of the nearest one.
 
-        Args:
-            start: The first step of a live window.
-            offset: The offset.
-            ends: whether there are ends of episodes, beyond which no step is there.
+        Beyond the ends of episodes, where there are any, no step is there.
         """
         ring, step = self.rings[start.env], 1 if offset > 0 else -1
         i = ring.index(start)
