@@ -389,16 +389,9 @@ def test_a_donated_buffer_says_so_and_what_to_do(tmp_path):
         jaxbuf.add(buffer, rows() | {"more": ONES})
 
 
-@pytest.mark.parametrize(
-    ("make", "rows"),
-    [
-        (lambda: jaxbuf.ItemBuffer.create(jnp.float32(0), 4), jnp.zeros(2)),
-        (lambda: jaxbuf.TrajectoryBuffer.create(jnp.float32(0), 2, 4), jnp.zeros(2)),
-        (queue, jnp.zeros(2)),
-    ],
-)
-def test_the_size_of_a_donated_buffer(make, rows):
-    buffer = make()
-    jaxbuf.add(buffer, rows)
-    with pytest.raises(ValueError, match="buffer was donated: an earlier call updated it"):
-        int(buffer.size)
+def test_the_size_of_a_donated_buffer():
+    rings = jaxbuf.TrajectoryBuffer.create(jnp.float32(0), 2, 4)
+    for buffer, given in ((create(), rows()), (rings, jnp.zeros(2)), (queue(), jnp.zeros(2))):
+        jaxbuf.add(buffer, given)
+        with pytest.raises(ValueError, match="buffer was donated: an earlier call updated it"):
+            int(buffer.size)
