@@ -441,68 +441,20 @@ def test_single_rewards_of_recorded_returns_cannot_be_changed():
     free.set_field("reward", slots, jnp.zeros((2, 3)))
 
 
-def scaled(batch):
-    return 10.0 * batch["reward"] - 2.0
-
-
-# From Python it would be compiled at each call.
-scale_rewards = jax.jit(lambda buffer: buffer.map_field("reward", scaled, batch_size=7))
-
-
-@pytest.mark.parametrize(("recurrence", "last"), [("plain", None), ("alf", "over")])
-def test_recorded_returns_are_computed_anew(recurrence, last):
-    """As if the buffer had been given the new rewards from the beginning."""
-    rng = np.random.default_rng(0)
-    episodes = dataclasses.replace(RETURNS, recurrence=recurrence, last=last, reward_clip=(-8, 8))
-    example = STEP | ({"over": jnp.bool_(False)} if last else {})
-    old = jaxbuf.TrajectoryBuffer.create(example, 3, 10, sequence_length=2, episodes=episodes)
-    new = old
-    for round_ in range(4):
-        # Of the most rows, which is one program for all rounds, a mask takes from 1 to 8.
-        rows = 8
-        given = steps(ramp(rows, 3, 20 * round_))
-        given["terminated"] = rng.random((3, rows)) < 0.25
-        given["truncated"] = rng.random((3, rows)) < 0.1
-        if last:
-            given["over"] = given["truncated"] | (
-                given["terminated"] & (rng.random((3, rows)) < 0.5)
-            )
-        reward = rng.normal(size=(3, rows)).astype(np.float32)
-        mask = (rng.random((3, rows)) < 0.8) & (np.arange(rows) < rng.integers(1, 9))
-        old = old.add({**given, "reward": reward}, mask=mask)
-        new = new.add({**given, "reward": scaled({"reward": reward})}, mask=mask)
-        if round_ == 2:
-            old, new = old.end_episodes(jnp.array([1])), new.end_episodes(jnp.array([1]))
-        mapped = scale_rewards(old)
-        env = np.arange(3, dtype=np.int32)[:, None]
-        position = np.asarray(old.earliest_position)[:, None] + np.arange(10, dtype=np.uint32)
-        np.testing.assert_allclose(
-            mapped.episode(env, position).value, new.episode(env, position).value, rtol=1e-5
-        )
-        testing.assert_valid(mapped)
-        # Open episodes go on from there.
-        more = {**steps(ramp(1, 3, 90), ends=[90, 190, 290]), "reward": jnp.ones((3, 1))}
-        more |= {"over": more["terminated"]} if last else {}
-        np.testing.assert_allclose(
-            mapped.add(more).episode(env, position + 1).value,
-            new.add(more).episode(env, position + 1).value,
-            rtol=1e-5,
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Follows(Part):
-    """Keeps the reward of each slot, as it is told, and the last score."""
+    """Keeps a field of each slot, as it is told, and the last score."""
 
     of_windows = True
     uses_score: bool = False
+    field: str = "reward"
 
     def init(self, data, slots):
-        return {"reward": jnp.zeros(slots), "score": jnp.zeros(slots)}
+        return {"field": jnp.zeros(slots, data[self.field].dtype), "score": jnp.zeros(slots)}
 
     def note(self, state, index, rows):
-        reward = state["reward"].at[index].set(rows.items["reward"], mode="drop")
-        return {**state, "reward": reward}
+        field = state["field"].at[index].set(rows.items[self.field], mode="drop")
+        return {**state, "field": field}
 
     def on_add(self, state, index, rows):
         return self.note(state, index, rows)
@@ -510,7 +462,7 @@ class Follows(Part):
     def on_write(self, state, index, rows, path):
         if path == "hidden":
             raise ValueError("hidden is mine")
-        assert path in ("reward", "number")
+        assert path in (self.field, "number")
         return self.note(state, index, rows)
 
     def on_score(self, state, index, score):
@@ -523,10 +475,10 @@ def test_a_part_follows_items():
     buffer = buffer.set_field("number", pick(slots, 3), jnp.array([30]))
     buffer = buffer.update_score(pick(slots, 1, 1, 2), jnp.array([4.0, 5.0, NAN]))
     [state] = buffer.extra_states
-    assert state["reward"].tolist() == [8.0, 1.0, 9.0, 3.0, 0.0, 0.0]
+    assert state["field"].tolist() == [8.0, 1.0, 9.0, 3.0, 0.0, 0.0]
     assert state["score"].tolist() == [0.0, 5.0, 0.0, 0.0, 0.0, 0.0]
     [state] = buffer.map_field("reward", lambda batch: -batch["reward"], batch_size=4).extra_states
-    assert state["reward"].tolist() == [-8.0, -1.0, -9.0, -3.0, 0.0, 0.0]
+    assert state["field"].tolist() == [-8.0, -1.0, -9.0, -3.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="hidden is mine"):
         buffer.map_field("hidden", lambda batch: batch["hidden"])
 
@@ -535,47 +487,18 @@ def test_a_part_follows_steps():
     buffer = rings(1, 6, period=2, parts=(Follows(),)).add(steps(ramp(6, 1)))
     slots = buffer.slots_at(0, jnp.array([0, 2]))
     buffer = buffer.set_field("reward", slots, -jnp.arange(1.0, 7.0).reshape(2, 3))
-    assert buffer.extra_states[0]["reward"].tolist() == [-1.0, -4.0, -6.0]
+    assert buffer.extra_states[0]["field"].tolist() == [-1.0, -4.0, -6.0]
     buffer = buffer.map_field("reward", lambda batch: 2.0 * batch["reward"], batch_size=4)
-    assert buffer.extra_states[0]["reward"].tolist() == [-2.0, -8.0, -12.0]
-
-
-@dataclasses.dataclass(frozen=True)
-class CountsFlags(Part):
-    """Keeps the flags of steps that start windows."""
-
-    of_windows = True
-
-    def init(self, data, slots):
-        return jnp.zeros(slots, bool)
-
-    def on_add(self, state, index, rows):
-        return state.at[index].set(rows.items["truncated"], mode="drop")
-
-    def on_write(self, state, index, rows, path):
-        assert path == "truncated"
-        return state.at[index].set(rows.items["truncated"], mode="drop")
+    assert buffer.extra_states[0]["field"].tolist() == [-2.0, -8.0, -12.0]
 
 
 @pytest.mark.parametrize("boundary", ["cross", "avoid"])
 def test_a_part_follows_episodes_that_are_ended(boundary):
-    episodes = jaxbuf.Episodes(boundary=boundary)
-    buffer = rings(2, 6, period=2, episodes=episodes, parts=(CountsFlags(),))
-    buffer = buffer.add(steps(ramp(5), ends=[104]))
-    ended = buffer.end_episodes()
-    assert ended.extra_states[1].tolist() == [False, False, True, False, False, False]
+    episodes, parts = jaxbuf.Episodes(boundary=boundary), (Follows(field="truncated"),)
+    buffer = rings(2, 6, period=2, episodes=episodes, parts=parts)
+    ended = buffer.add(steps(ramp(5), ends=[104])).end_episodes()
+    assert ended.extra_states[1]["field"].tolist() == [False, False, True, False, False, False]
     assert ended.data["truncated"][4::6].tolist() == [True, False]
-
-
-def test_a_part_that_returns_nothing_is_named():
-    for event, call in (
-        ("on_write", lambda b, s: b.set_field("reward", s, jnp.zeros(4))),
-        ("on_score", lambda b, s: b.update_score(s, jnp.zeros(4))),
-    ):
-        part = type("Mine", (Follows,), {event: lambda self, *_: None})(uses_score=True)
-        buffer, slots = filled(parts=(part,))
-        with pytest.raises(ValueError, match=f"{event} of .*returned None; expected a new state"):
-            call(buffer, slots)
 
 
 # --- gradients

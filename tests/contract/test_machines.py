@@ -7,6 +7,7 @@ another one has compiled before.
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import jax
@@ -791,6 +792,11 @@ def observe_windows(buffer, names, sizes):
     }
 
 
+def flipped(steps):
+    return 1 - steps["reward"]
+
+
+flip_rewards = jax.jit(lambda buffer: buffer.map_field("reward", flipped, batch_size=7))
 clear_envs = jax.jit(lambda buffer, envs: buffer.clear(envs))
 dequeue = jax.jit(lambda buffer, mask: buffer.dequeue(2, mask=mask))
 end_episodes = jax.jit(lambda buffer, envs: buffer.end_episodes(envs))
@@ -836,7 +842,7 @@ class WindowMachine(BufferMachine):
         super().__init__(buffer, twin)
         # Where nothing takes windows out in between, they may be of another length.
         most = twin.length - twin.ignored
-        every = {1, sequence_length, min(sequence_length + 1, most), most}
+        every = {1, min(sequence_length + 1, most)}
         self.sizes = () if isinstance(buffer.occupancy, Subset) else tuple(sorted(every))
 
     def envs(self, seed):
@@ -867,6 +873,11 @@ class WindowMachine(BufferMachine):
         if shape[1] == 1:  # No time axis.
             rows, given = jax.tree.map(lambda leaf: leaf[:, 0], (rows, given))
         self.call(jaxbuf.add, rows, **given)
+        # All rewards change now and then, and with them the returns that were recorded.
+        if self.has("episodes") and seed % 3 == 0:
+            self.call(flip_rewards)
+            for step in itertools.chain(*twin.rings):
+                step.reward = 1 - step.reward
 
     @rule(seed=seeds)
     def clear_envs(self, seed):
