@@ -168,39 +168,25 @@ def rows(scale, *leading):
     return jax.tree.map(ramp, ITEM)
 
 
-def is_windows(buffer):
-    return isinstance(buffer, jaxbuf.TrajectoryBuffer)
+def able(ability):
+    return lambda buffer: ability in buffer.abilities
+
+
+is_windows, is_sampled = able("environments"), able("contents")
+has_priorities, has_scores = able("priorities"), able("scores")
+has_limits, has_episodes = able("freshness"), able("episodes")
 
 
 def is_items(buffer):
     return isinstance(buffer, jaxbuf.ItemBuffer)
 
 
-def is_sampled(buffer):
-    return not isinstance(buffer, jaxbuf.Queue)
-
-
 def is_single(buffer):
     return is_items(buffer) or is_windows(buffer)
 
 
-def has_priorities(buffer):
-    if isinstance(buffer, jaxbuf.Mixture):
-        return True
-    return is_single(buffer) and buffer.sampler.uses_priority
-
-
 def has_varying(buffer):
     return is_single(buffer) and bool(buffer.hyperparameters)
-
-
-def has_scores(buffer):
-    parts = [getattr(buffer, name, None) for name in ("sampler", "evictor", "diversity")]
-    return any(part is not None and part.uses_score for part in parts)
-
-
-def has_limits(buffer):
-    return isinstance(buffer, jaxbuf.Mixture) or getattr(buffer, "freshness", None) is not None
 
 
 def has_order(buffer):
@@ -212,10 +198,6 @@ def has_order(buffer):
 def takes_out(buffer):
     """Returns whether some windows are taken out in between."""
     return isinstance(buffer.occupancy, Subset)
-
-
-def has_episodes(buffer):
-    return is_windows(buffer) and buffer.episode_index is not None
 
 
 # What a sampler computes of items it computes of windows, and beside other parts as well.
