@@ -164,7 +164,7 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         age = jnp.arange(min(rows, self.sequence_length - 1), dtype=jnp.int32)[None]  # [1, A]
         broken = self._slot(env, cursor + count - 1 - age, age < count)  # [E, A]
         if self.ignored:
-            # These windows now start at ignored steps, and are not among the broken ones above. They
+            # These windows now start at ignored steps, and are not among the broken ones above. All
             # were complete, since a ring is at least as long as ignored steps and a window.
             start = first - 1 - jnp.arange(min(rows, self.ignored), dtype=jnp.int32)[None]  # [E, I]
             ignored = start >= self.ignored - held  # [E, I]
