@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("jaxbuf")
 # and the largest file of tests adds up to 38,000, so that a process looks at this as it goes along.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 MOST_MEMORY = psutil.virtual_memory().total // (2 * PROCESSES)
-MOST_MAPPINGS = 40_000
+MOST_MAPPINGS = 52_000
 # What `make test` leaves to `make test-all`, beside each test with `pytest.mark.slow`; and what it
 # does of that all the same.
 SLOW = (

@@ -521,6 +521,15 @@ def features(name, what):
     return found
 
 
+def quick(cases, chosen):
+    """Parameters of a test, of which ``make test`` runs the chosen ones alone."""
+    slow = {case: () if case in chosen else pytest.mark.slow for case in cases}
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow[case])
+        for case in cases
+    ]
+
+
 def pairs(cases):
     """Parameters of a test: cases that begin with the names of a buffer and of an operation.
 
@@ -533,4 +542,4 @@ def pairs(cases):
         best = max(cases, key=lambda case: len(has[case] & left))
         chosen.add(best)
         left -= has[best]
-    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.slow) for case in cases]
+    return quick(cases, chosen)

@@ -14,6 +14,7 @@ from jaxbuf.core import native
 from jaxbuf.core.order import after
 from jaxbuf.core.segment_tree import WIDE, using_width
 from jaxbuf.testing import hlo
+from tests import operations
 
 CAPACITY = 2**14
 EXAMPLE = {"obs": jnp.zeros(7), "reward": jnp.float32(0), "frame": jnp.zeros((8, 9, 2), bool)}
@@ -85,7 +86,9 @@ CYCLES = {
 }
 
 
-@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize(
+    "name", operations.quick(CYCLES, {"recent-fresh", "windows-prioritized", "mixture"})
+)
 def test_nor_does_one_with_all_that_a_buffer_is_able_to_do(name):
     buffer = CYCLES[name]()
     part = {"part": 1} if name == "mixture" else {}
@@ -329,13 +332,21 @@ CHANGE_CASES = [
 ]
 
 
+CHANGES = [(*case, True) for case in CHANGE_CASES]
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "native_on"),
-    [(*case, True) for case in CHANGE_CASES]
-    # No kernel maps, and the others remove as well.
-    + [
-        (*case, False) for case in CHANGE_CASES if case[0] != "removable" and case[1] != "map_field"
-    ],
+    operations.quick(
+        # No kernel maps, and the others remove as well.
+        CHANGES
+        + [
+            (*case, False)
+            for case in CHANGE_CASES
+            if case[0] != "removable" and case[1] != "map_field"
+        ],
+        [*CHANGES, ("items", "set_field", False), ("scored", "remove", False)],
+    ),
 )
 def test_changes_copy_nothing(kind, name, native_on):
     # `tests/buffers/test_doors.py` has them without a loop.

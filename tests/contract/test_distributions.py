@@ -215,8 +215,14 @@ def law_of_orders(masses, draws):
     ("sampler", "priorities", "draws"),
     [
         (jaxbuf.Prioritized(alpha=1.0, replacement=False), (1.0, 0.0, 3.0, 6.0), 2),
-        (jaxbuf.Prioritized(alpha=1.0, replacement=False), (9.0, 1.0, 1.0, 2.0), 3),
-        (jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, replacement=False), (1.0, 0.0, 4.0), 2),
+        pytest.param(
+            *(jaxbuf.Prioritized(alpha=1.0, replacement=False), (9.0, 1.0, 1.0, 2.0), 3),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, replacement=False), (1.0, 0.0, 4.0), 2),
+            marks=pytest.mark.slow,
+        ),
         (jaxbuf.Uniform(replacement=False), [1.0] * 5, 3),
     ],
 )

@@ -129,8 +129,20 @@ def exact(tree):
     return [leaf for leaf in jax.tree.leaves(tree) if not np.issubdtype(leaf.dtype, np.floating)]
 
 
+BESIDE = (
+    "softmax-distinct", "shuffled-fresh-lowest", "diverse-greedy-lowest", "windows-fresh",
+    "windows-avoid", "queue", "mixture",
+)  # fmt: skip
+ALL_BESIDE = (
+    "diverse-best", "reservoir", "windows-recent", "windows-balanced-distinct",
+    "windows-by-episode", "windows-episodes",
+)  # fmt: skip
 every_state = pytest.mark.parametrize(
-    "name", [name for name in operations.DIFFERENT if name not in operations.OTHER_DRAWS]
+    "name",
+    operations.quick(
+        [name for name in operations.DIFFERENT if name not in operations.OTHER_DRAWS],
+        {*BESIDE, *operations.ONE_OF_EACH},
+    ),
 )
 
 
@@ -166,19 +178,7 @@ def assert_same(found, expected):
     chex.assert_trees_all_equal(exact(found), exact(expected))
 
 
-BESIDE = (
-    "softmax-distinct", "shuffled-fresh-lowest", "diverse-greedy-lowest", "windows-fresh",
-    "windows-avoid", "queue", "mixture",
-)  # fmt: skip
-ALL_BESIDE = (
-    "diverse-best", "reservoir", "windows-recent", "windows-balanced-distinct",
-    "windows-by-episode", "windows-episodes",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", [*BESIDE, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL_BESIDE)]
-)
+@pytest.mark.parametrize("name", operations.quick([*BESIDE, *ALL_BESIDE], BESIDE))
 def test_scans_side_by_side_do_what_each_does(name):
     it = history(name)
     both = [jax.tree.map(lambda leaf: jnp.stack([leaf] * LANES), it.start())]

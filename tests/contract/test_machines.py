@@ -30,6 +30,7 @@ from jaxbuf import testing
 from jaxbuf.core.native import using_native
 from jaxbuf.core.segment_tree import NARROW, WIDE, SegmentTree
 from jaxbuf.occupancy.subset import Subset
+from tests import operations
 from tests.models import items as reference
 from tests.models import trajectory as reference_steps
 from tests.models.blend import BlendedItemBuffer
@@ -510,6 +511,9 @@ TWINS = {
 NORMALIZE = ("batch", "buffer", "mean", None)
 # Computed by XLA in place of the kernels in C++, as on accelerators.
 WITHOUT_KERNELS = {"proportional", "blend", "fresh", "near-oldest"}
+# Left to `make test-all`, since others have each part and each sampler as well.
+SLOW = {"blend-by-priority", "fresh-late", "near-best-oldest", "ranked-seldom", "shuffled-lowest"}
+SLOW |= {"alf", "by-episode-period", "by-episode-within", "fresh-single", "ignored-period", "whole"}
 
 
 def twin_of(sampler):
@@ -1033,13 +1037,16 @@ def run(machine, name, kernels=True):
 
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [*((name, True) for name in ITEMS), *((name, False) for name in sorted(WITHOUT_KERNELS))],
+    operations.quick(
+        [*((name, True) for name in ITEMS), *((name, False) for name in sorted(WITHOUT_KERNELS))],
+        [*((name, True) for name in ITEMS if name not in SLOW), ("proportional", False)],
+    ),
 )
 def test_items(name, kernels):
     run(ItemMachine, name, kernels)
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", operations.quick(WINDOWS, WINDOWS.keys() - SLOW))
 def test_windows(name):
     run(WindowMachine, name, kernels=name != "removable")
 

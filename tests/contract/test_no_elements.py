@@ -115,6 +115,7 @@ for mesh in (auto, explicit):
 """
 
 
+@pytest.mark.slow
 def test_small_numbers_keys_and_empty_leaves_on_two_devices():
     code = f"import jax; jax.config.update('jax_num_cpu_devices', 2)\n{_DEVICES}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -20,6 +20,7 @@ def test_the_check_sees_a_wrong_shape_and_takes_an_integer_for_a_float():
         scaled(jnp.ones(2), 2.0)
 
 
+@pytest.mark.slow
 def test_annotations_hold_in_all_operations():
     code = "from tests.programs import typed; print(*typed.broken(), sep='\\n', end='')"
     done = subprocess.run(

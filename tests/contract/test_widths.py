@@ -10,6 +10,7 @@ import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core import segment_tree
 from jaxbuf.core.segment_tree import NARROW, WIDE, SegmentTree, using_width
+from tests import operations
 
 ITEM = {"id": jnp.int32(0), "x": jnp.zeros(2)}
 # More than two blocks of 128, so that wide trees have two levels as well.
@@ -85,7 +86,7 @@ def assert_close(one, other, rtol=1e-6):
     chex.assert_trees_all_close(one, other, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.parametrize("name", operations.quick(BUFFERS, {"distinct", "ranked", "windows"}))
 def test_wide_trees_draw_what_narrow_ones_do(name):
     ends = {}
     for width in (NARROW, WIDE):

@@ -25,7 +25,10 @@ find = jax.jit(lambda bits, rank: bits.at(rank))
 
 
 @pytest.mark.parametrize("natively", [False, True])
-@pytest.mark.parametrize(("capacity", "rows"), [(1, 300), (31, 1), (32, 300), (70_001, 300)])
+@pytest.mark.parametrize(
+    ("capacity", "rows"),
+    [pytest.param(1, 300, marks=pytest.mark.slow), (31, 1), (32, 300), (70_001, 300)],
+)
 def test_random_changes_agree_with_an_array(capacity, rows, natively):
     with using_native(natively), called_from_python(True):
         check_random_changes(capacity, rows)

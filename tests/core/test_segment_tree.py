@@ -188,7 +188,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("capacity", [1, 17, 5000])
+@pytest.mark.parametrize("capacity", [pytest.param(1, marks=pytest.mark.slow), 17, 5000])
 def test_only_leaves_with_mass_are_found_and_beyond_the_total_the_last_one(capacity, kind):
     rng = np.random.default_rng(capacity)
     empty = create(capacity, ("sum", "max"))

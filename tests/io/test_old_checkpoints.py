@@ -68,12 +68,9 @@ def extract(name, folder):
     return folder / name
 
 
-# What others contain as well is left to `make test-all`.
-LEFT = operations.REPEATED | operations.OTHER_DRAWS
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LEFT)) for name in EXPECTED]
+    "name",
+    operations.quick(EXPECTED, EXPECTED.keys() - operations.BUFFERS | operations.ONE_OF_EACH),
 )
 def test_it_is_loaded_as_it_would_be_now(name, tmp_path):
     expected = EXPECTED[name]()

@@ -202,12 +202,14 @@ WHOLE = jaxbuf.Episodes(boundary="avoid", short_windows="never")
     ("options", "expected"),
     [
         ({}, EXPECTED),
-        (CROSSING, uniform_over([4, 5], [6], range(7, 16), [16, 17])),
+        pytest.param(
+            CROSSING, uniform_over([4, 5], [6], range(7, 16), [16, 17]), marks=pytest.mark.slow
+        ),
         (AVOIDING, uniform_over([4, 5], [6], range(7, 16), [16, 17])),
         (AVOIDING | {"episodes": WHOLE}, uniform_over(range(7, 14), [16, 17])),
         ({"num_earliest_ignored": 3}, uniform_over(range(7, 16), range(16, 20))),
         ({"period": 2}, uniform_over([4], [6], range(8, 16, 2), [16, 18])),
-        ({"period": 8}, uniform_over([8], [16])),
+        pytest.param({"period": 8}, uniform_over([8], [16]), marks=pytest.mark.slow),
     ],
 )
 def test_episodes_are_equally_likely_and_so_are_their_windows(options, expected):
@@ -264,6 +266,7 @@ def test_by_episode_is_in_place():
         testing.assert_no_copy(lambda b, x: b.add(x), buffer, episodes(2, steps=8))
 
 
+@pytest.mark.slow
 def test_by_episode_is_loaded_into_other_sizes(tmp_path):
     buffer = rings(2, 16, 2).add(both(episodes(6, 1, 9), episodes(3, 4, 5)))
     jaxbuf.save(tmp_path, buffer)

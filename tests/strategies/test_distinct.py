@@ -9,6 +9,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.strategies.distinct import distinct, first_distinct
+from tests import operations
 from tests.strategies.test_every_sampler import assert_counts
 from tests.traces import large_outside_of_branches
 
@@ -90,7 +91,10 @@ def filled(sampler, numbers):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "shared"), [(BY_SCORE, False), (BY_SCORE, True), (BY_PRIORITY, False)]
+    ("sampler", "shared"),
+    operations.quick(
+        [(BY_SCORE, False), (BY_SCORE, True), (BY_PRIORITY, False)], [(BY_SCORE, True)]
+    ),
 )
 def test_under_vmap_no_draw_passes_over_all_slots(sampler, shared):
     slots = 1 << 16

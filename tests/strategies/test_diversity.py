@@ -323,8 +323,8 @@ BY_PRIORITY = jaxbuf.Prioritized(alpha=1.0)
     "sampler",
     [
         BY_PRIORITY,
-        jaxbuf.RankBased(),
-        jaxbuf.Recent(0.5, 2, BY_PRIORITY),
+        pytest.param(jaxbuf.RankBased(), marks=pytest.mark.slow),
+        pytest.param(jaxbuf.Recent(0.5, 2, BY_PRIORITY), marks=pytest.mark.slow),
         jaxbuf.Blend((jaxbuf.Uniform(), BY_PRIORITY), (1, 1)),
     ],
 )

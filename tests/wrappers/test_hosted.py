@@ -204,6 +204,7 @@ def test_programs_are_compiled_for_the_device_of_the_buffer(monkeypatch):
     assert [options["compiler_options"] for options in given] == [jaxbuf.compiler_options(buffer)]
 
 
+@pytest.mark.slow
 def test_batches_go_to_several_devices():
     """In a process of its own, since the number of devices is fixed when jax begins."""
     devices = {"JAX_NUM_CPU_DEVICES": str(DEVICES)}

@@ -65,6 +65,7 @@ def values_of_any_size():
     return [np.asarray(x, np.float32) for x in (*plain, *ends, *drawn, *wide, *near)]
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_ratios_that_stay():
     """For every value and any number of rows, bit for bit."""
     count = jax.jit(
@@ -84,7 +85,10 @@ def test_counts_are_those_of_ratios_that_stay():
             np.testing.assert_allclose(quotas.shares(jnp.asarray(ratios)), shares, 1e-6, 1e-37)
 
 
-@pytest.mark.parametrize("ratios", [(0.9, 0.1), (1.0, 0.0), (0.37, 0.11)])
+@pytest.mark.parametrize(
+    "ratios",
+    [(0.9, 0.1), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1.0, 0.0), (0.37, 0.11)))],
+)
 def test_a_batch_is_like_one_of_ratios_that_stay(ratios):
     """Its rows, slots, probabilities, weights, and what the mixture answers as a whole."""
     mixture = jax.jit(lambda m, x: m.set_hyperparameters(ratios=x))(two(), jnp.asarray(ratios))
