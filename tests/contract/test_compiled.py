@@ -332,20 +332,20 @@ CHANGE_CASES = [
 ]
 
 
-CHANGES = [(*case, True) for case in CHANGE_CASES]
+WITH_KERNELS = [(*case, True) for case in CHANGE_CASES]
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "native_on"),
     operations.quick(
         # No kernel maps, and the others remove as well.
-        CHANGES
+        WITH_KERNELS
         + [
             (*case, False)
             for case in CHANGE_CASES
             if case[0] != "removable" and case[1] != "map_field"
         ],
-        [*CHANGES, ("items", "set_field", False), ("scored", "remove", False)],
+        [*WITH_KERNELS, ("items", "set_field", False), ("scored", "remove", False)],
     ),
 )
 def test_changes_copy_nothing(kind, name, native_on):
