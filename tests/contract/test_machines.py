@@ -513,6 +513,7 @@ NORMALIZE = ("batch", "buffer", "mean", None)
 WITHOUT_KERNELS = {"proportional", "blend", "fresh", "near-oldest"}
 # Left to `make test-all`, since others have each part and each sampler as well.
 SLOW = {"blend-by-priority", "fresh-late", "near-best-oldest", "ranked-seldom", "shuffled-lowest"}
+SLOW |= {"near-greedy", "near-one", "from-the-start"}
 SLOW |= {"alf", "by-episode-period", "by-episode-within", "fresh-single", "ignored-period", "whole"}
 
 

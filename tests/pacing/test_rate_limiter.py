@@ -250,6 +250,7 @@ def test_time_that_runs_backwards_changes_no_count():
         assert limiter.after(seconds).counts.tolist() == counts
 
 
+@pytest.mark.slow
 @every_limiter
 def test_each_call_from_python_is_one_program(create):
     limiter, size, few = create(), jnp.int32(5), jnp.uint8(3)

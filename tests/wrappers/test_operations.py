@@ -15,6 +15,7 @@ import pytest
 import jaxbuf
 from jaxbuf.buffers.slotted import SlottedBuffer
 from jaxbuf.strategies import Draw
+from tests.operations import quick
 
 ENVS, LENGTH, ROWS = 2, 8, 8
 FLAGS = {"terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
@@ -236,9 +237,11 @@ def expected_of(buffer, name, slots, args, options):
     return changed, rows
 
 
-# Those of the last two are of all items.
+OF_ALL_ITEMS = "map_field", "set_version"
+
+
 @pytest.mark.parametrize("kind", ["mixture", "sharded"])
-@pytest.mark.parametrize("name", [*ROUTED, "map_field", "set_version"])
+@pytest.mark.parametrize("name", quick([*ROUTED, *OF_ALL_ITEMS], {*ROUTED[::2], *OF_ALL_ITEMS}))
 def test_each_row_goes_to_the_buffer_that_it_comes_from(kind, name):
     buffer, slots = filled(kind, name in OF_ITEMS)
     args, options = arguments(name, buffer, slots)
