@@ -25,6 +25,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # Tests run most programs once, so they are compiled in a third of the time and not made fast, and
 # each is one file of machine code: many small ones take longer, and three times the memory maps.
+# Since version 0.12 jaxlib has no other emitters, and programs take three times as long to compile.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 FLAGS = [
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",

@@ -523,9 +523,11 @@ def features(name, what):
 
 def quick(cases, chosen):
     """Parameters of a test, of which ``make test`` runs the chosen ones alone."""
-    slow = {case: () if case in chosen else pytest.mark.slow for case in cases}
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow[case])
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in chosen else pytest.mark.slow,
+        )
         for case in cases
     ]
 

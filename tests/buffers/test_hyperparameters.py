@@ -32,6 +32,7 @@ from tests.models.blend import blended
 from tests.models.ranks import by_rank
 from tests.models.sampling import recent_probabilities
 from tests.models.staleness import stale_law
+from tests.operations import quick
 from tests.traces import LOWERED, counted_traces
 
 KEY = jax.random.key(0)
@@ -578,13 +579,7 @@ def naive_law(sampler, items, priorities, drawn):
 REPEATED = {"uniform", "prioritized", "ranked", "shuffled", "recent", "colder"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ())
-        for name in (*ORDERED, *SCORED)
-    ],
-)
+@pytest.mark.parametrize("name", quick([*ORDERED, *SCORED], {*ORDERED, *SCORED} - REPEATED))
 def test_a_new_sampler_knows_what_the_one_before_knew(name):
     """Slots and items stay; priorities, scores and laws are those of a naive model."""
     group = ORDERED if name in ORDERED else SCORED

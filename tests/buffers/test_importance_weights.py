@@ -164,9 +164,7 @@ DRAWS = (
 MORE_DRAWS = "softmax-distinct", "recent", "varying", "windows-balanced"
 
 
-@pytest.mark.parametrize(
-    "name", [*DRAWS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_DRAWS)]
-)
+@pytest.mark.parametrize("name", operations.quick([*DRAWS, *MORE_DRAWS], DRAWS))
 def test_a_draw_returns_the_weights_of_the_same_state(name):
     """By both methods and their functions, for a ``beta`` that is traced or known."""
     buffer, _ = operations.concrete(name)

@@ -25,6 +25,7 @@ from jaxbuf import (
     testing,
 )
 from jaxbuf.wrappers import quotas
+from tests.operations import quick
 
 KEY = jax.random.key(0)
 NAN = float("nan")
@@ -182,9 +183,7 @@ def check_part(mixture, shares, rows, item=lambda data: data):
         check_same_law(*flat, 0, rows)
 
 
-@pytest.mark.parametrize(
-    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in SAMPLERS]
-)
+@pytest.mark.parametrize("name", quick(SAMPLERS, QUICK))
 def test_rows_of_a_part_have_the_law_of_a_draw_of_just_so_many(name):
     check_part(two(sampler=SAMPLERS[name]), (1, 5), 12)
 
