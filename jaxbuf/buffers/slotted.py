@@ -278,7 +278,14 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="priorities", keeps=("data",), dtypes=DTYPES, infinite=INFINITE)
+    @operation(
+        slots="slots",
+        needs="priorities",
+        keeps=("data", "extra_states"),
+        reads=("occupancy", "hyperparameters"),
+        dtypes=DTYPES,
+        infinite=INFINITE,
+    )
     def update_priority(
         self,
         slots: Slots,

@@ -49,6 +49,9 @@ class About(TypedDict, total=False):
         keeps: The names of fields that the method neither reads nor changes, if ``self`` has them.
             They do not pass through the program, and a result of the same class has the same
             arrays. May be a function of ``self`` and the arguments by name.
+        reads: The names of fields that the method reads and does not change, if ``self`` has them.
+            They pass into the program and not out of it, since each array that comes out of one
+            takes longer than all that is asked about an argument. The result is a buffer.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
         copies: Whether the result has the changed buffer, alone or first of all. A method that is
@@ -65,6 +68,7 @@ class About(TypedDict, total=False):
     buffers: tuple[str, ...]
     keys: tuple[str, ...]
     keeps: tuple[str, ...] | Callable[[Any, dict[str, Any]], tuple[str, ...]]
+    reads: tuple[str, ...]
     before: Callable[[Any, dict[str, Any]], dict[str, Any]]
     copies: bool
     loses: bool
@@ -125,7 +129,7 @@ class Program:
         by_value = self.defaults.keys() if foreign else about.get("by_value", ())
         self.traced = self.defaults.keys() - self.static - set(by_value)
         self.keeps, self.before = about.get("keeps", ()), about.get("before")
-        self.stored = about.get("stored", ())
+        self.reads, self.stored = about.get("reads", ()), about.get("stored", ())
         self.dtypes, self.keys = about.get("dtypes", {}), about.get("keys", ())
         self.buffers, self.copies = about.get("buffers", ()), about.get("copies", False)
 
@@ -221,13 +225,15 @@ class Program:
         kept: dict[str, Any] = {}
         if keeps:
             kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
+        read = {name: vars(first)[name] for name in self.reads if name in vars(first)}
+        kept |= read
         if kept:
             first = trees.updated(first, **dict.fromkeys(kept, ()))
         platform = platform_of(one_leaf(first if self.is_method else settled))
         if len(fixed) > 1:
             fixed = dict(sorted(fixed.items()))
         run = make(self, bool(donate), platform, tuple(fixed), *fixed.values())
-        result = run(first, settled)
+        result = run(first, read, settled)
         if self.copies and not donate:
             result, copied = result
             if donate is None:
@@ -362,14 +368,18 @@ def _compile(
     """Returns a new jitted form of a program for a platform and static arguments."""
     fixed = dict(zip(names, values, strict=True))
 
-    def run(first: Any, traced: dict[str, Any]) -> Any:
+    def run(first: Any, read: dict[str, Any], traced: dict[str, Any]) -> Any:
         for name in program.stored:
             if name in traced:
                 shapes.note(first, traced[name], program.function.__name__)
+        if read:
+            first = trees.updated(first, **read)
         args = (first,) if program.is_method else ()
         # Trees that it creates lie where the buffer does.
         with using_width(width_for(platform)), native.called_from_python(platform == "cpu"):
             result = program.function(*args, **traced, **fixed)
+        if read:
+            result = trees.updated(result, **dict.fromkeys(read, ()))
         if not program.copies or donate:
             return result
         return result, _Copied(_copied_bytes(first, result))
@@ -397,16 +407,16 @@ def _donating_what_fits(run: Function, options: dict[str, str] | None) -> Functi
 
     @functools.lru_cache
     def compiled(structure: Any, fits: tuple[bool, ...]) -> Function:
-        def merged(kept: list[Any], donated: list[Any], traced: dict[str, Any]) -> Any:
+        def merged(kept: list[Any], donated: list[Any], *others: Any) -> Any:
             groups = iter(kept), iter(donated)
             leaves = [next(groups[fit]) for fit in fits]
-            return traceable(jax.tree.unflatten(structure, leaves), traced)
+            return traceable(jax.tree.unflatten(structure, leaves), *others)
 
         merged.__name__ = merged.__qualname__ = run.__name__
         return jax.jit(merged, donate_argnums=1, compiler_options=options)
 
-    def call(first: Any, traced: dict[str, Any]) -> Any:
-        result = jax.tree.leaves(jax.eval_shape(traceable, first, traced))
+    def call(first: Any, *others: Any) -> Any:
+        result = jax.tree.leaves(jax.eval_shape(traceable, first, *others))
         room = collections.Counter((leaf.shape, leaf.dtype) for leaf in result)
         leaves, structure = jax.tree.flatten(first)
         groups: tuple[list[Any], list[Any]] = ([], [])
@@ -416,7 +426,7 @@ def _donating_what_fits(run: Function, options: dict[str, str] | None) -> Functi
             fits.append(room[kind] > 0)
             room[kind] -= 1
             groups[fits[-1]].append(leaf)
-        return compiled(structure, tuple(fits))(*groups, traced)
+        return compiled(structure, tuple(fits))(*groups, *others)
 
     return call
 

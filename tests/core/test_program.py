@@ -15,7 +15,7 @@ from tests.traces import counted_traces
 
 
 class Tally(struct.PyTreeNode):
-    """A sum with storage that no operation but ``read`` looks at."""
+    """A sum with storage that no operation changes."""
 
     data: jax.Array
     counters: jax.Array
@@ -28,6 +28,10 @@ class Tally(struct.PyTreeNode):
     def plus(self, number, *, times=1, mask=None):
         taken = 1.0 if mask is None else jnp.sum(mask, dtype=jnp.float32)
         return self.replace(counters=self.counters + times * number * taken)
+
+    @program(reads=("data",))
+    def plus_data(self):
+        return self.replace(counters=self.counters + jnp.sum(self.data))
 
     @program()
     def read(self, factor=None):
@@ -77,16 +81,25 @@ def test_a_field_that_is_kept_is_not_passed_through_the_program():
     held = jax.tree.leaves(tally)[0].unsafe_buffer_pointer()
     donated = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=jaxbuf.Prioritized())
     donated = jaxbuf.add(donated, jnp.arange(4.0))
-    storage = donated.data
+    storage, occupancy = donated.data, donated.occupancy
     slots = donated.sample(jax.random.key(0), 2).slots
     updated = jaxbuf.update_priority(donated, slots, jnp.ones(2))
     assert updated.data is storage
+    assert updated.occupancy is occupancy
     assert held
     with pytest.raises(ValueError, match="buffer was donated"):
         donated.sample(jax.random.key(0), 2)
     apart = updated.update_priority(slots, jnp.full(2, 3.0))
     assert apart.data is storage
     chex.assert_trees_all_equal(updated.data, apart.data)
+
+
+def test_a_field_that_is_only_read_does_not_come_out_of_the_program():
+    tally = Tally.create()
+    after = tally.plus_data()
+    assert after.data is tally.data
+    assert after.counters[0] == 6
+    assert tally.replace(data=tally.data + 1).plus_data().counters[0] == 10
 
 
 def test_options_that_are_none_need_no_program_of_their_own():

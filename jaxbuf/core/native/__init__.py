@@ -58,7 +58,7 @@ KERNELS = (
 
 # The numbers of rows for which calls from Python take less time with kernels of rows: fewer count
 # few operations, and the writes of more count too many.
-_FEW, _MANY = 4, 1024
+_FEW, _MANY = 4, 4096
 
 
 @functools.cache
