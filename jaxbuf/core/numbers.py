@@ -174,7 +174,9 @@ def counts_as(value: object, dtype: Dtype) -> bool:
     """
     if not isinstance(value, np.ndarray | np.generic):
         return False
-    return _HALF.get(value.dtype.newbyteorder("=")) == dtype
+    half = _HALF.get(value.dtype.newbyteorder("="))
+    # NumPy takes None for float64.
+    return half is not None and half == dtype
 
 
 def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Any:

@@ -134,6 +134,15 @@ def test_integers_of_any_width(dtype, asarray):
             call(jnp.arange(4) + 2**40)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+@pytest.mark.parametrize("array", [np.zeros, jnp.zeros])
+def test_numbers_of_fewer_bits_are_refused(dtype, array):
+    buffer, items = jaxbuf.ItemBuffer.create(np.float64(0), 4), array(3, dtype)
+    for add in (jaxbuf.add, jax.jit(lambda buffer, _: buffer.add(items))):
+        with pytest.raises(ValueError, match=f"items has dtype {dtype}; expected float64"):
+            add(buffer, items)
+
+
 def test_changes_of_64_bit_fields():
     item = {"a": np.float64(0), "n": np.int64(0)}
     options = {"sampler": jaxbuf.Softmax(), "evictor": jaxbuf.Lowest()}
