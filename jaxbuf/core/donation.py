@@ -16,7 +16,7 @@ def is_donated(tree: object, name: str = "tree") -> bool:
     Raises:
         ValueError: If the tree, which the error calls ``name``, is not a pytree.
     """
-    leaves = trees.leaves(tree, name)
+    leaves, _ = trees.flatten(tree, name)
     return any(leaf.is_deleted() for leaf in leaves if trees.is_concrete(type(leaf)))
 
 

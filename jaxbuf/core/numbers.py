@@ -1,5 +1,6 @@
 """Conversion of numbers from the dtype that they arrive in to the one that is stored."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ _HALF: dict[Dtype, Dtype] = {
         "complex128": "complex64",
     }.items()
 }
+# Whether an array was made of Python's numbers, which leave its dtype open.
+_is_weak = operator.attrgetter("aval.weak_type")
 # Implicit casts only go up: bool, integer, floating, complex.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
@@ -179,7 +182,7 @@ def counts_as(value: object, dtype: Dtype) -> bool:
     return half is not None and half == dtype
 
 
-def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Any:
+def convert(value: Any, name: str, dtype: Dtype, *, infinite: bool = False) -> Any:
     """Returns ``value`` in another dtype, if its numbers fit it.
 
     Python numbers, NumPy arrays, and jax arrays that are not traced can be checked.
@@ -193,7 +196,7 @@ def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -
         infinite: Whether a number may become infinite.
 
     Returns:
-        A jax array as it is, and anything else as a NumPy array of ``dtype``: JAX itself would
+        A jax array as it is, and anything else as a new NumPy array of ``dtype``: JAX itself would
         first truncate it to 32 bits.
 
     Raises:
@@ -205,11 +208,13 @@ def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -
         ValueError: version[1] is 1099511627776; expected an integer from -2147483648 to \
 2147483647, as int32 holds them
     """
+    if hasattr(value, "dtype") and value.dtype == dtype:
+        return value.copy() if isinstance(value, np.ndarray) else value
     if isinstance(value, jax.core.Tracer):
         return value
     if isinstance(value, jax.Array):
         got = value.dtype
-        if got == dtype or not is_number(got) or not may_become(got, dtype):
+        if not is_number(got) or not may_become(got, dtype):
             return value
         if _may_overflow(got, dtype, infinite) and value.is_fully_addressable:
             _check_fit(np.asarray(jax.device_get(value)), name, dtype)
@@ -220,8 +225,8 @@ def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -
     if host.dtype == object:
         # A Python integer of more than 64 bits.
         _refuse(name, value, dtype)
-    if host.dtype == dtype or host.dtype.kind not in "biufcV" or not may_become(host.dtype, dtype):
-        return value
+    if host.dtype.kind not in "biufcV" or not may_become(host.dtype, dtype):
+        return trees.owned(value)
     if _may_overflow(host.dtype, dtype, infinite):
         _check_fit(host, name, dtype)
     with np.errstate(over="ignore"):
@@ -230,8 +235,7 @@ def convert(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -
 
 def to_array(value: object, name: str, dtype: Dtype, *, infinite: bool = False) -> Array:
     """Returns ``convert(value, ...)`` as a jax array of ``dtype``, which shares no host memory."""
-    converted = convert(value, name, dtype, infinite=infinite)
-    return jnp.asarray(trees.owned(value) if converted is value else converted, dtype)
+    return jnp.asarray(convert(value, name, dtype, infinite=infinite), dtype)
 
 
 def integers(value: object, name: str) -> Int[Array, "..."]:
@@ -246,27 +250,7 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
     return to_array(value, name, np.dtype("int32"))
 
 
-def settled(tree: PyTree) -> PyTree | None:
-    """Returns a pytree with copies of its NumPy arrays, or None if ``narrow`` may change others.
-
-    Most calls from Python come here with arrays alone, and in a loop that does other things each
-    look at one of them counts. So what ``_may_change`` asks stands here in line.
-    """
-    if trees.is_concrete(type(tree)):
-        return None if getattr(tree, "weak_type", False) else tree
-    leaves, treedef = jax.tree.flatten(tree)
-    copied = False
-    for number, leaf in enumerate(leaves):
-        if type(leaf) is np.ndarray:
-            if not leaf.dtype.isnative or leaf.dtype in _HALF:
-                return None
-            leaves[number], copied = leaf.copy(), True
-        elif not trees.is_concrete(type(leaf)) or getattr(leaf, "weak_type", False):
-            return None
-    return jax.tree.unflatten(treedef, leaves) if copied else tree
-
-
-def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
+def narrow(tree: PyTree, name: str, like: Callable[[], PyTree] | None = None) -> PyTree:
     """Returns a pytree whose numbers are as the storage holds them, or else JAX, if they fit.
 
     Call it on arguments of a jitted function: ``jax.jit`` silently truncates NumPy's 64-bit
@@ -277,7 +261,7 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
         name: Its name in errors.
         like: Returns a pytree with the dtypes that Python numbers and weakly typed arrays will be
             cast to, and NumPy's numbers of 64 bits to those of 32; ignored unless it has the same
-            number of leaves.
+            number of leaves. None if nothing stores them.
 
     Returns:
         The tree with copies of its NumPy arrays, which their owner may write again.
@@ -285,37 +269,42 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree]) -> PyTree:
     Raises:
         ValueError: If a number does not fit; the message names the leaf.
     """
-    leaves = trees.leaves(tree, name)
-    if not any(_may_change(leaf) for leaf in leaves):
-        return trees.owned(tree)
-    kept = jax.tree.leaves(trees.match(tree, like()))
-    if tree is leaves[0] and isinstance(tree, int | float) and not kept:
+    if like is None and isinstance(tree, int | float):
         return tree
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    matches = len(kept) == len(leaves)
-    out: list[Any] = []
-    for i, (path, leaf) in enumerate(paths):
-        label = name + jax.tree_util.keystr(path)
-        if isinstance(leaf, np.ndarray | np.generic):
-            leaf = trees.native(leaf)
-            dtype = leaf.dtype
-            if _may_change(leaf):
-                fits = matches and counts_as(leaf, kept[i].dtype)
-                dtype = kept[i].dtype if fits else jax.dtypes.canonicalize_dtype(dtype)
-            leaf = leaf.copy() if dtype == leaf.dtype else convert(leaf, label, dtype)
-        elif matches and _may_change(leaf):
-            convert(leaf, label, kept[i].dtype)
-        out.append(leaf)
-    return jax.tree.unflatten(treedef, out)
+    leaves, treedef = trees.flatten(tree, name)
+    # Each look at a leaf counts in calls from Python, most of which have JAX's arrays alone.
+    are_arrays = all(map(trees.is_concrete, map(type, leaves)))
+    if are_arrays and (like is None or not any(map(_is_weak, leaves))):
+        return tree
+    loose: list[int] = []
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is np.ndarray and leaf.dtype.isnative and leaf.dtype not in _HALF:
+            leaves[i] = leaf.copy()
+        elif not isinstance(leaf, jax.Array) or _is_weak(leaf):
+            loose.append(i)
+    if not loose:
+        return jax.tree.unflatten(treedef, leaves)
+    kept = [] if like is None else jax.tree.leaves(trees.match(tree, like()))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for i in loose:
+        label = name + jax.tree_util.keystr(paths[i])
+        stored = kept[i].dtype if len(kept) == len(leaves) else None
+        leaves[i] = _narrowed(leaves[i], label, stored)
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def _may_change(leaf: object) -> bool:
-    """Returns whether a leaf's numbers may change when it is traced or stored."""
+def _narrowed(leaf: Any, label: str, stored: Dtype | None) -> Any:
+    """Returns a leaf as ``narrow`` does, given the dtype in which it is stored, if it is."""
     if isinstance(leaf, np.ndarray | np.generic):
-        return not leaf.dtype.isnative or leaf.dtype in _HALF
-    if isinstance(leaf, jax.Array):
-        return getattr(leaf, "weak_type", False)  # Arrays of PRNG keys have none.
-    return isinstance(leaf, int | float)
+        dtype: Dtype = leaf.dtype.newbyteorder("=")
+        if stored is not None and counts_as(leaf, stored):
+            dtype = stored
+        elif dtype in _HALF:
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return convert(leaf, label, dtype)
+    if stored is not None:
+        convert(leaf, label, stored)
+    return leaf
 
 
 def _kind(dtype: Dtype) -> str:

@@ -98,10 +98,6 @@ def program(**about: Unpack[About]) -> Callable[[Callable[P, R]], Callable[P, R]
     return decorate
 
 
-# NumPy's float64 is a float as well.
-_PYTHON_NUMBERS = (bool, int, float)
-
-
 class OwnPrograms:
     """A buffer that must be called from Python, not inside of ``jax.jit``."""
 
@@ -130,7 +126,8 @@ class Program:
         self.traced = self.defaults.keys() - self.static - set(by_value)
         self.keeps, self.before = about.get("keeps", ()), about.get("before")
         self.reads, self.stored = about.get("reads", ()), about.get("stored", ())
-        self.dtypes, self.keys = about.get("dtypes", {}), about.get("keys", ())
+        self.dtypes, self.infinite = about.get("dtypes", {}), about.get("infinite", ())
+        self.keys = about.get("keys", ())
         self.buffers, self.copies = about.get("buffers", ()), about.get("copies", False)
 
     def __call__(
@@ -209,18 +206,12 @@ class Program:
             if value is None and self.defaults.get(name) is None:
                 continue  # As if it had not been passed.
             if name in self.traced or not (name in self.static or _is_static(value)):
-                traced[name] = value
+                traced[name] = self._as_array(first, name, value, arguments)
             else:
                 fixed[name] = int(value) if isinstance(value, np.integer) else value
                 if callable(value):
                     # It is the same object, or an equal one, after what it reads has changed.
                     make = _compile
-        settled = self._settled(traced)
-        if settled is None:
-            settled = {
-                name: self._as_array(first, name, value, arguments)
-                for name, value in traced.items()
-            }
         keeps = self.keeps(first, arguments) if callable(self.keeps) else self.keeps
         kept: dict[str, Any] = {}
         if keeps:
@@ -229,11 +220,11 @@ class Program:
         kept |= read
         if kept:
             first = trees.updated(first, **dict.fromkeys(kept, ()))
-        platform = platform_of(one_leaf(first if self.is_method else settled))
+        platform = platform_of(one_leaf(first if self.is_method else traced))
         if len(fixed) > 1:
             fixed = dict(sorted(fixed.items()))
         run = make(self, bool(donate), platform, tuple(fixed), *fixed.values())
-        result = run(first, read, settled)
+        result = run(first, read, traced)
         if self.copies and not donate:
             result, copied = result
             if donate is None:
@@ -242,50 +233,31 @@ class Program:
             vars(result).update(kept)  # Nobody else has it.
         return result
 
-    def _settled(self, traced: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns what ``_as_array`` would, if it need not convert an argument; else None."""
-        settled: dict[str, Any] = {}
-        for name, value in traced.items():
-            dtype = self.dtypes.get(name)
-            if dtype is not None and getattr(value, "dtype", None) != dtype:
-                return None
-            if name in self.buffers:
-                settled[name] = None if value is None else check_single(value)
-            elif type(value) in _PYTHON_NUMBERS and name not in (*self.stored, *self.keys):
-                settled[name] = value
-            else:
-                try:
-                    settled[name] = numbers.settled(value)
-                except (ValueError, TypeError):
-                    return None  # What is no pytree raises a better error with its name.
-                if settled[name] is None and value is not None:
-                    return None
-        return settled
-
     def _as_array(self, first: Any, name: str, value: Any, arguments: dict[str, Any]) -> Any:
         """Returns an argument as the compiled function takes it, with copies of NumPy arrays.
 
         Raises:
             ValueError: If a number does not fit what it becomes, or a buffer was donated.
         """
-        if name in self.buffers:
-            return None if value is None else check_single(value)
+        dtype = self.dtypes.get(name)
+        fits = trees.is_concrete(type(value)) and (dtype is None or value.dtype == dtype)
+        if fits and name not in self.stored:
+            return value  # Like most arguments of a call from Python.
+        if dtype is not None:
+            return numbers.convert(value, name, dtype, infinite=name in self.infinite)
         if name in self.keys:
             return check_key(value)
-        dtype = self.dtypes.get(name)
-        if dtype is not None:
-            infinite = name in self.about.get("infinite", ())
-            converted = numbers.convert(value, name, dtype, infinite=infinite)
-            return trees.owned(value) if converted is value else converted
+        if name in self.buffers:
+            return None if value is None else check_single(value)
+        if name not in self.stored:
+            return numbers.narrow(value, name)
 
-        def kept() -> PyTree:
-            if name not in self.stored:
-                return ()
+        def like() -> PyTree:
             path = arguments.get("path")
             storage = getattr(first, "storage", getattr(first, "data", ()))
             return fields.find(storage, path) if isinstance(path, str) else storage
 
-        return numbers.narrow(value, name, kept)
+        return numbers.narrow(value, name, like)
 
 
 def compiler_options(*arrays: PyTree) -> dict[str, str] | None:

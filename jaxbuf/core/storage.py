@@ -42,7 +42,7 @@ def allocate(
         ValueError: If the example has no leaves, a leaf that no array can hold, or is a shape; or
             if it needs more memory than there is, with the largest size that fits.
     """
-    trees.leaves(example, "example")
+    trees.flatten(example, "example")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(example)
     if not leaves:
         raise ValueError("example has no leaves; pass one unbatched item, a pytree of arrays")
@@ -114,7 +114,7 @@ def check(
     Raises:
         ValueError: If the structure, a shape or a dtype differs; the message names the leaf.
     """
-    trees.leaves(items, name)
+    trees.flatten(items, name)
     items = trees.match(storage, items)
     _check_structure(storage, items, name)
     paths, treedef = jax.tree_util.tree_flatten_with_path(storage)

@@ -13,20 +13,20 @@ from jaxtyping import Array, Bool
 Tree = TypeVar("Tree")
 
 
-def leaves(tree: object, name: str) -> list[Any]:
-    """Returns the leaves of a pytree.
+def flatten(tree: object, name: str) -> tuple[list[Any], Any]:
+    """Returns the leaves of a pytree, and its structure.
 
     Raises:
         ValueError: If JAX cannot flatten it because it cannot sort the keys of a dictionary.
 
     Example:
-        >>> leaves({1: 2.0, "obs": 3.0}, "items")
+        >>> flatten({1: 2.0, "obs": 3.0}, "items")
         Traceback (most recent call last):
         ValueError: items is not a pytree: its dictionaries need keys that can be sorted, such as \
 all strings or all integers (Comparator raised exception while sorting pytree dictionary keys.)
     """
     try:
-        return jax.tree.leaves(tree)
+        return jax.tree.flatten(tree)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{name} is not a pytree: its dictionaries need keys that can be sorted, such as all "
@@ -72,15 +72,12 @@ def owned(tree: Tree) -> Tree:
     array may be the memory of a NumPy array. So each array that a caller passes is copied once,
     before anything of JAX sees it: here, or where its dtype is converted.
     """
-    if not _has_numpy(tree):
-        return tree
-
-    def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray):
-            return leaf
-        return leaf.copy() if leaf.dtype.isnative else native(leaf)
-
-    return jax.tree.map(copy, tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    copied = False
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ndarray):
+            leaves[i], copied = leaf.copy() if leaf.dtype.isnative else native(leaf), True
+    return jax.tree.unflatten(treedef, leaves) if copied else tree
 
 
 def on_device(tree: Tree) -> Tree:

@@ -206,8 +206,8 @@ class Worker:
         items = numbers.narrow(items, "items", lambda: self._state.items)
         items = trees.match(self._state.items, items)
         score = numbers.convert(score, "score", np.dtype("float32"))
-        # Messages leave, and programs run, after this call has returned.
-        items, score, mask = trees.owned((items, score, mask))
+        # Messages leave, and programs run, after this call has returned. The others are copies.
+        mask = trees.owned(mask)
         rows = self._check_room(items)
         sends = self._adds + 1 >= self._every
         timed_out = None

@@ -283,7 +283,7 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
                 "buffer is called from Python; sample before your jitted step and pass it the "
                 "batch, or use the buffer without Hosted there"
             )
-        trees.leaves(tree, f"the argument of {method}")
+        trees.flatten(tree, f"the argument of {method}")
 
         # With a device instead of a sharding, an array that is split over a mesh with explicit axes
         # would keep its sharding in its type.

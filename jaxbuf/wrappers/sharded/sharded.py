@@ -227,8 +227,8 @@ class Sharded(SlottedBuffer, ShardedFields):
         check_options(self.shards, name, arguments)
         if "env_ids" in arguments:
             raise ValueError("env_ids was given, but rows go to shards by their place; use mask")
-        trees.leaves(items, "items")
-        if not jax.tree.leaves(items):
+        leaves, _ = trees.flatten(items, "items")
+        if not leaves:
             raise ValueError("items has no arrays; expected the leaves of an item, each (B, ...)")
         for path, leaf in jax.tree_util.tree_leaves_with_path({"items": items} | arguments):
             argument = path[0].key + jax.tree_util.keystr(path[1:])
