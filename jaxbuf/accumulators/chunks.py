@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxbuf.accumulators.lanes import Lanes, at_a_time, check_line, shapes_of, write
-from jaxbuf.buffers.arguments import check_parts, check_version
+from jaxbuf.buffers.arguments import check_mask, check_parts, check_version
 from jaxbuf.core import storage, trees
 from jaxbuf.core.describe import Described
 from jaxbuf.core.division import quotient, remainder
@@ -271,19 +271,15 @@ class ChunkAccumulator(Described):
         """
         fragments, (rows,) = storage.check(self.data[0], fragments, "fragments", ("B",), skip=2)
         shape = (rows,)
+        version = jnp.broadcast_to(self.learner[0], shape) if version is None else version
+        session = jnp.broadcast_to(self.learner[1], shape) if session is None else session
         worker = storage.check_rows(worker, "worker", shape, np.int32, "(B,)")
         number = storage.check_rows(number, "number", shape, np.int32, "(B,)")
-        if version is not None:
-            version = storage.check_rows(version, "version", shape, np.int32, "(B,)")
-        if session is not None:
-            session = storage.check_rows(session, "session", shape, np.int32, "(B,)")
-        if mask is not None:
-            mask = storage.check_rows(mask, "mask", shape, np.bool_, "(B,)")
+        version = storage.check_rows(version, "version", shape, np.int32, "(B,)")
+        session = storage.check_rows(session, "session", shape, np.int32, "(B,)")
+        offered = check_mask(mask, shape, "(B,)")
         if rows == 0:
             return self.take()
-        version = jnp.broadcast_to(self.learner[0], (rows,)) if version is None else version
-        session = jnp.broadcast_to(self.learner[1], (rows,)) if session is None else session
-        offered = jnp.ones((rows,), bool) if mask is None else mask
         assigned = offered & (worker >= 0) & (worker < self.num_workers)
         stale = assigned & self._is_stale(version, session)
         owner = jnp.arange(self.num_workers, dtype=jnp.int32)[:, None]

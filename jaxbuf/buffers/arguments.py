@@ -11,7 +11,7 @@ from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.hyperparameters import check_declared
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
-from jaxbuf.core.types import Arrays, Count, Floats, Index, Mask, Numbers, Words
+from jaxbuf.core.types import Arrays, Count, Index, Numbers, Words
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.diversity import Diversity
 from jaxbuf.strategies.episodes import Episodes
@@ -74,13 +74,18 @@ def check_slots(slots: object, name: str = "slots") -> Slots:
 
 
 def check_mask(
-    mask: object, shape: tuple[int, ...], steps: tuple[int, ...] = ()
+    mask: object,
+    shape: tuple[int, ...],
+    axes: str = "that of slots",
+    *,
+    steps: tuple[int, ...] = (),
 ) -> Bool[Array, "..."]:
-    """Returns the mask of the rows of slots of this shape; None takes all.
+    """Returns the mask of rows as an array; None takes all.
 
     Args:
-        mask: The mask, of the shape of the slots, ``[B]``; or of their steps, ``[B, *steps]``.
-        shape: The shape of the slots.
+        mask: The mask, ``[B]``; or one of the steps of each row, ``[B, *steps]``.
+        shape: The shape of the rows.
+        axes: A description of this shape, for errors.
         steps: The axis of the steps of windows, ``(sequence_length,)``; empty if a mask cannot
             choose among them.
 
@@ -90,9 +95,9 @@ def check_mask(
     if mask is None:
         return jnp.ones(shape, bool)
     if steps and np.ndim(mask) == 2:  # pyright: ignore[reportArgumentType]
-        axes = "(B, sequence_length)"
-        return storage.check_rows(mask, "mask", (*shape, *steps), np.bool_, axes)
-    axes = "that of slots; or one for each step, (B, sequence_length)" if steps else "that of slots"
+        shape, axes = (*shape, *steps), "(B, sequence_length)"
+    elif steps:
+        axes += "; or one for each step, (B, sequence_length)"
     return storage.check_rows(mask, "mask", shape, np.bool_, axes)
 
 
@@ -105,21 +110,6 @@ def check_priority(priority: object, shape: tuple[int, ...], axes: str) -> Float
         ValueError: If the shape differs, or they are not numbers.
     """
     return storage.check_rows(priority, "priority", shape, np.float32, axes, infinite=True)
-
-
-def check_update(
-    sampler: Sampler, slots: Slots, priority: object, mask: object
-) -> tuple[Slots, Floats, Mask]:
-    """Checks the arguments of ``update_priority``, and returns them as arrays.
-
-    Raises:
-        ValueError: If the sampler has no priorities, or a shape differs.
-    """
-    needs_priority(sampler, "update_priority was called")
-    slots = check_slots(slots)
-    shape = slots.index.shape
-    value = check_priority(priority, shape, "that of slots")
-    return slots, value, check_mask(mask, shape)
 
 
 def check_steps(

@@ -15,11 +15,12 @@ from jaxbuf.buffers import draws, events, hyperparameters, retire, write_back
 from jaxbuf.buffers.arguments import (
     check_batch_size,
     check_mask,
+    check_priority,
     check_sampler,
     check_slots,
-    check_update,
     check_version,
     needs_order,
+    needs_priority,
 )
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.buffers.buffer import By
@@ -235,7 +236,11 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         *,
         mask: Bool[ArrayLike, " B"] | None = None,
     ) -> Self:
-        slots, value, mask = check_update(self.sampler, slots, priority, mask)
+        needs_priority(self.sampler, "update_priority was called")
+        slots = check_slots(slots)
+        shape = slots.index.shape
+        value = check_priority(priority, shape, "that of slots")
+        mask = check_mask(mask, shape)
         sampler = self.bound_sampler
         legal = jnp.broadcast_to(sampler.accepts(value), mask.shape)
         index, rejected = self.occupancy.rows_to_change(slots, mask, legal)
@@ -258,7 +263,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         rows, steps = slots.index.shape[0], self.step_axes
         field = write_back.check_writable(self, path, every=False)
         value, _ = storage.check(field, value, "value", (rows, *steps))
-        mask = check_mask(mask, (rows,), steps)
+        mask = check_mask(mask, (rows,), steps=steps)
         if rows == 0:
             return self
         index = jnp.where(self.occupancy.holds(slots), slots.index, self.num_slots)

@@ -18,6 +18,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, UInt
 
+from jaxbuf.buffers.arguments import check_mask
 from jaxbuf.core import checks, numbers, sizes, storage
 from jaxbuf.core.describe import Described
 from jaxbuf.core.types import Count, Flag, Floats, Mask, Number
@@ -281,9 +282,7 @@ class BaselineFilter(Described):
             raise ValueError(f"score has shape {array.shape}; expected (B,)")
         shape = array.shape
         score = storage.check_rows(score, "score", shape, np.float32, "(B,)")
-        offered = jnp.ones(shape, bool)
-        if mask is not None:
-            offered = storage.check_rows(mask, "mask", shape, np.bool_, "(B,)")
+        offered = check_mask(mask, shape, "(B,)")
         least = storage.check_rows(baseline, "baseline", (), np.float32, "a number")
         kept = offered & ((score >= least) | (least == -jnp.inf))  # [B]
         fails = jnp.any(offered) & ~jnp.any(kept)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from jaxbuf.buffers.arguments import check_mask
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import storage
 from jaxbuf.core.describe import Described
@@ -61,10 +62,7 @@ def check_batch(
         ValueError: If a structure, shape or dtype differs, or a required score is missing.
     """
     items, (rows,) = storage.check(like, items, "items", ("B",))
-    if mask is None:
-        mask = jnp.ones((rows,), bool)
-    else:
-        mask = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
+    mask = check_mask(mask, (rows,), "(B,)")
     if score is not None:
         score = storage.check_rows(score, "score", (rows,), np.float32, "(B,)")
     elif needs_score:
