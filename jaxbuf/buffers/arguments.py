@@ -248,10 +248,8 @@ def broadcast_steps(
     Raises:
         ValueError: If an argument does not hold integers, or the two do not broadcast.
     """
-    env, position = numbers.integers(env_ids, name), numbers.array(positions, "positions")
-    if not jnp.issubdtype(position.dtype, jnp.integer):
-        given = numbers.given_dtype(positions, position.dtype)
-        raise ValueError(f"positions has dtype {given}; expected integers")
+    env = numbers.integers(env_ids, name)
+    position = numbers.array(positions, "positions", np.integer)
     try:
         shape = jnp.broadcast_shapes(env.shape, position.shape)
     except ValueError as error:

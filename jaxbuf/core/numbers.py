@@ -29,6 +29,12 @@ _HALF: dict[Dtype, Dtype] = {
 }
 # Whether an array was made of Python's numbers, which leave its dtype open.
 _is_weak = operator.attrgetter("aval.weak_type")
+# What errors call the kinds of numbers that an argument may have to be of.
+_EXPECTED: dict[type[np.generic], str] = {
+    np.bool_: "bool",
+    np.integer: "integers",
+    np.floating: "a floating dtype",
+}
 # Implicit casts only go up: bool, integer, floating, complex.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 
@@ -66,6 +72,19 @@ def type_of(value: object, name: str) -> jax.ShapeDtypeStruct:
     return abstract(value, name)
 
 
+def of_kind(value: object, name: str, kind: type[np.generic]) -> jax.ShapeDtypeStruct:
+    """Returns the same as ``type_of`` for a value whose numbers are of a kind.
+
+    Raises:
+        ValueError: If they are of another kind, or it is neither an array nor a number.
+    """
+    got = type_of(value, name)
+    if not jnp.issubdtype(got.dtype, kind):
+        given = given_dtype(value, got.dtype)
+        raise ValueError(f"{name} has dtype {given}; expected {_EXPECTED[kind]}")
+    return got
+
+
 def arrays(tree: PyTree, name: str) -> Arrays:
     """Returns a pytree with its leaves as jax arrays.
 
@@ -84,13 +103,13 @@ def arrays(tree: PyTree, name: str) -> Arrays:
     return jax.tree.unflatten(treedef, out)
 
 
-def array(value: object, name: str) -> Array:
-    """Returns one jax array.
+def array(value: object, name: str, kind: type[np.generic] = np.generic) -> Array:
+    """Returns one jax array, whose numbers are of a kind.
 
     Raises:
-        ValueError: If it is neither an array nor a number.
+        ValueError: As raised by ``of_kind``.
     """
-    type_of(value, name)
+    of_kind(value, name, kind)
     return arrays(value, name)
 
 
@@ -103,7 +122,7 @@ def ids(value: object, name: str) -> Any:
     if isinstance(value, list | tuple):
         value = np.asarray(value)
     got = type_of(value, name)
-    if not jnp.issubdtype(got.dtype, jnp.integer) and (got.shape == () or 0 not in got.shape):
+    if not jnp.issubdtype(got.dtype, jnp.integer) and 0 not in got.shape:
         raise ValueError(f"{name} has dtype {given_dtype(value, got.dtype)}; expected integers")
     if isinstance(value, jax.core.Tracer):
         return value
@@ -244,9 +263,7 @@ def integers(value: object, name: str) -> Int[Array, "..."]:
     Raises:
         ValueError: If they are not integers, or if one that is not traced does not fit.
     """
-    got = type_of(value, name)
-    if not jnp.issubdtype(got.dtype, jnp.integer):
-        raise ValueError(f"{name} has dtype {given_dtype(value, got.dtype)}; expected integers")
+    of_kind(value, name, np.integer)
     return to_array(value, name, np.dtype("int32"))
 
 

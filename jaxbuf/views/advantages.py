@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -206,11 +207,7 @@ class _Steps(NamedTuple):
 
 def _with_values(steps: rewarded.Rewarded, value: object, next_value: object) -> _Steps:
     shape = steps.reward.shape
-    got: Dtype = numbers.type_of(value, "value").dtype
-    if not jnp.issubdtype(got, jnp.floating):
-        given = numbers.given_dtype(value, got)
-        raise ValueError(f"value has dtype {given}; expected a floating dtype")
-    dtype = rewarded.wide(got)
+    dtype = rewarded.wide(numbers.of_kind(value, "value", np.floating).dtype)
     values = _rows(value, "value", shape, dtype)
     if next_value is not None:
         following = _rows(next_value, "next_value", shape, dtype)

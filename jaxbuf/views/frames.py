@@ -224,10 +224,7 @@ def _ends(
 
 def _flags(window: Arrays, path: str, name: str) -> Bool[Array, "B L"]:
     value = fields.need(window, path, name, "the window has")
-    flags = numbers.array(value, name)
-    if flags.dtype != jnp.bool_:
-        got = numbers.given_dtype(value, flags.dtype)
-        raise ValueError(f"{name} has dtype {got}; expected bool")
+    flags = numbers.array(value, name, np.bool_)
     if flags.ndim != 2:
         raise ValueError(f"{name} has shape {flags.shape}; expected (B, L)")
     return flags

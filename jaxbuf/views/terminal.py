@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool
 
 from jaxbuf.core import numbers
@@ -39,15 +40,11 @@ def terminal_states(
     real = lengths if mask is None else mask
     if real is None or (lengths is not None and mask is not None):
         raise ValueError("give lengths=[B] or mask=[B, T], one of the two")
-    name, kind, expected = "lengths", jnp.integer, "integers"
+    name, kind, axes = "lengths", np.integer, "(B,)"
     if mask is not None:
-        name, kind, expected = "mask", jnp.bool_, "bool"
-    given, real = real, numbers.array(real, name)
+        name, kind, axes = "mask", np.bool_, "(B, T)"
+    real = numbers.array(real, name, kind)
     trajectories = numbers.arrays(trajectories, "trajectories")
-    if not jnp.issubdtype(real.dtype, kind):
-        got = numbers.given_dtype(given, real.dtype)
-        raise ValueError(f"{name} has dtype {got}; expected {expected}")
-    axes = "(B,)" if mask is None else "(B, T)"
     if real.ndim != len(axes.split()):
         raise ValueError(f"{name} has shape {real.shape}; expected {axes}")
     shape, steps = real.shape, None
