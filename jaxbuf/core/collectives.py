@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,7 @@ from jaxtyping import Array
 
 from jaxbuf.core import leaves
 from jaxbuf.core.types import Arrays
-from jaxbuf.core.versions import in_shard_map, vary, varying_axes
-
-AnyTree = TypeVar("AnyTree", bound=Arrays)
+from jaxbuf.core.versions import AnyTree, vary, varying_axes
 
 
 def all_gather(tree: Arrays, axis: str) -> Arrays:
@@ -100,12 +97,4 @@ def vary_with(tree: AnyTree, *others: Arrays) -> AnyTree:
         >>> mapped(jnp.arange(6.0)).tolist()
         [3.0]
     """
-    if not in_shard_map():
-        return tree
-    axes = frozenset[str]().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(others)))
-
-    def cast(leaf: Array) -> Array:
-        missing = tuple(sorted(axes - varying_axes(leaf)))
-        return vary(leaf, missing) if missing else leaf
-
-    return jax.tree.map(cast, tree)
+    return vary(tree, varying_axes(others))

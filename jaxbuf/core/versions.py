@@ -3,16 +3,18 @@
 import functools
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.core
 import jax.extend.core
 import jax.ffi
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxbuf.core.types import Arrays
+
+AnyTree = TypeVar("AnyTree", bound=Arrays)
 
 # Until jax 0.9 the function was in jax.core.
 _TRACING = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
@@ -46,33 +48,42 @@ def ffi_version() -> int:
 trace_state = functools.partial(_TRACING.get_opaque_trace_state, convention="jaxbuf")
 
 
-def in_shard_map() -> bool:
-    """Returns whether what is traced runs inside of ``jax.shard_map``, where arrays may vary."""
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+def varying_axes(tree: Arrays) -> frozenset[str]:
+    """Returns the mesh axes that arrays vary over; none outside of ``jax.shard_map``."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return frozenset()
+    avals: list[Any] = [jax.typeof(leaf) for leaf in jax.tree.leaves(tree)]
+    axes = [aval.manual_axis_type.varying if _TYPED else aval.vma for aval in avals]
+    return frozenset[str]().union(*axes)
 
 
-def varying_axes(leaf: object) -> frozenset[str]:
-    """Returns the mesh axes that an array varies over inside of ``jax.shard_map``."""
-    aval: Any = jax.typeof(leaf)
-    return aval.manual_axis_type.varying if _TYPED else aval.vma
+def vary(tree: AnyTree, axes: frozenset[str]) -> AnyTree:
+    """Returns the same arrays, marked as varying over these axes too."""
+
+    def mark(leaf: Array) -> Array:
+        more = tuple(sorted(axes - varying_axes(leaf)))
+        if not more:
+            return leaf
+        if hasattr(lax, "pcast"):
+            return lax.pcast(leaf, more, to="varying")
+        before: Any = lax
+        return before.pvary(leaf, more)
+
+    return jax.tree.map(mark, tree) if axes else tree
 
 
-def vary(leaf: Array, axes: tuple[str, ...]) -> Array:
-    """Returns an array marked as varying over more axes."""
-    if hasattr(lax, "pcast"):
-        return lax.pcast(leaf, axes, to="varying")
-    before: Any = lax
-    return before.pvary(leaf, axes)
-
-
-def shape_like(leaf: jax.ShapeDtypeStruct | Array, like: Array) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a result that varies over the same axes as ``like``."""
-    if not in_shard_map() or not varying_axes(like):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+def shapes_like(tree: PyTree[Any], like: Array) -> PyTree[jax.ShapeDtypeStruct]:
+    """Returns the shapes of results that vary over the same axes as ``like``."""
+    if not varying_axes(like):
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
     aval: Any = jax.typeof(like)
     kind = {"manual_axis_type": aval.manual_axis_type} if _TYPED else {"vma": aval.vma}
-    sharding = jax.NamedSharding(aval.sharding.mesh, jax.P(*[None] * len(leaf.shape)))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, **kind)
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(aval.sharding.mesh, jax.P(*[None] * len(leaf.shape)))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, **kind)
+
+    return jax.tree.map(shape, tree)
 
 
 def reshard(tree: Arrays, sharding: jax.sharding.Sharding) -> Arrays:

@@ -230,7 +230,7 @@ def _call(
     """
     call = jax.ffi.ffi_call(
         f"jaxbuf_{name}",
-        jax.tree.map(lambda leaf: versions.shape_like(leaf, arrays[0]), out),
+        versions.shapes_like(out, arrays[0]),
         vmap_method="broadcast_all" if aliases else "expand_dims",
         input_output_aliases=aliases,
     )
