@@ -195,7 +195,8 @@ class SampledBase(OwningBuffer, Described):
 
     def with_episodes(self, added: Index, removed: Int[Array, " R"]) -> Self:
         """Returns the buffer after its sampler was notified of the episodes of changed slots."""
-        raise NotImplementedError
+        del added, removed
+        return self  # A sampler of items has nothing to do with episodes.
 
     def with_state(self, kind: type[Part], state: State) -> Self:
         """Returns the buffer with a new state of its part of this class."""

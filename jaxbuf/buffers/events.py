@@ -95,7 +95,7 @@ def apply_change(
         sampler_state=notify(buffer.bound_sampler.on_change, state, filled, value, emptied),
         extra_states=states,
     )
-    return changed.with_episodes(filled, emptied) if uses_episodes(buffer.sampler) else changed
+    return changed.with_episodes(filled, emptied)
 
 
 def uses_episodes(sampler: Sampler) -> bool:

@@ -433,10 +433,8 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         self.check_fit(sampler, self.extras, self.occupancy)
         by_slot = lax.stop_gradient(self.by_slot())
         changed, legal = hyperparameters.with_sampler(self, sampler, by_slot)
-        changed = changed.counting_illegal(legal, {})
-        if events.uses_episodes(sampler):
-            every = jnp.arange(self.num_slots, dtype=jnp.int32)
-            changed = changed.with_episodes(every, every[:0])
+        every = jnp.arange(self.num_slots, dtype=jnp.int32)
+        changed = changed.counting_illegal(legal, {}).with_episodes(every, every[:0])
         return check_metric_names(changed)
 
     def options(self) -> dict[str, Any]:

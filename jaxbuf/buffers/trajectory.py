@@ -738,10 +738,12 @@ class TrajectoryBuffer(SampledBuffer):
         return events.apply_change(self, occupancy, added=added, value=value, removed=removed)
 
     def with_episodes(self, added: Index, removed: Int[Array, " R"]) -> Self:
-        """Returns the buffer after its sampler was notified of the last windows of episodes.
+        """Returns the buffer after a sampler that uses episodes got to know their last windows.
 
         These may have changed where windows were added, and just before these and the removed ones.
         """
+        if not events.uses_episodes(self.sampler):
+            return self
         ages, rings, nowhere = self.occupancy.age_range(None, None), self.rings, self.num_slots
         begin = jnp.cumsum(ages.count, dtype=jnp.int32) - ages.count  # [E]
 

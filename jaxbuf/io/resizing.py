@@ -12,7 +12,6 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.buffers.buffer import owns_items
-from jaxbuf.buffers.events import uses_episodes
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.buffers.queue import COUNTS
 from jaxbuf.buffers.trajectory import TrajectoryBuffer
@@ -229,9 +228,8 @@ def _resize_rings(
     envs = (before.num_envs, new.num_envs)
     moves = Moves(window, index, begun, slots, (order, target), lengths, envs)
     moved = new.move(old, moves).replace(occupancy=occupancy, counters=old.counters)
-    if uses_episodes(moved.sampler):
-        every = jnp.arange(occupancy.num_slots, dtype=jnp.int32)
-        moved = moved.with_episodes(every, every[:0])
+    every = jnp.arange(occupancy.num_slots, dtype=jnp.int32)
+    moved = moved.with_episodes(every, every[:0])
     return moved, _moved(old.capacity, *moves.rows)
 
 
