@@ -201,10 +201,10 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
         return env[:, None] * self.length + remainder(start[:, None] + offset[None], self.length)
 
     def live(self, index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        age = self.age(index)
-        _, _, held = self._counters(self.ring_and_start(index)[0])
-        inside = (index >= 0) & (index < self.num_slots)
-        inside &= age < held.astype(jnp.int32) - self.ignored
+        env, start = self.ring_and_start(index)
+        cursor, _, held = (x.astype(jnp.int32) for x in self._counters(env))
+        age = remainder(cursor - 1 - start, self.length)
+        inside = (index >= 0) & (index < self.num_slots) & (age < held - self.ignored)
         return inside & (age >= self.sequence_length - 1)
 
     def age(self, index: Index) -> Integers:
@@ -295,12 +295,9 @@ class Rings(Occupancy, Checked, struct.PyTreeNode):
             held=self.held - steps,
         )
 
+    @native.kernel("rings_span", *_SIZES)
     def span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
         """Returns for each ring its earliest window, ``start / period``, and the window count."""
-        return self._span()
-
-    @native.kernel("rings_span", *_SIZES)
-    def _span(self) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
         num_steps = jnp.maximum(self.held.astype(jnp.int32) - self.ignored, 0)
         oldest = remainder(self.cursor.astype(jnp.int32) - num_steps, self.length)
         windows = jnp.maximum(num_steps - self.sequence_length + 1, 0)
