@@ -1,6 +1,5 @@
 """Draws that do not depend on the sampler alone: from a range of ages, and of the newest items."""
 
-import math
 from typing import Any, get_args
 
 import jax
@@ -13,7 +12,7 @@ from jaxbuf.buffers.arguments import check_batch_size, needs_order, needs_priori
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.buffers.buffer import Buffer, By
 from jaxbuf.buffers.sample import Sample
-from jaxbuf.core import checks, native, numbers, sizes, sorting, storage
+from jaxbuf.core import checks, native, sizes, sorting, storage
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.slots import Slots
@@ -213,7 +212,7 @@ def check_draw(draw: object) -> tuple[Index, Floats, Mask]:
             f"draw is {checks.name_of(draw)}; expected a jaxbuf.strategies.Draw, which a sampler's "
             "draw returns"
         )
-    shape = (math.prod(numbers.type_of(draw.index, "draw.index").shape),)
+    shape = (getattr(draw.index, "size", 1),)  # What is no array is refused by name.
     return (
         storage.check_rows(draw.index, "draw.index", shape, np.int32, "(B,)"),
         storage.check_rows(draw.probability, "draw.probability", shape, np.float32, "(B,)"),
