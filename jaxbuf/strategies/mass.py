@@ -207,28 +207,6 @@ def _on_grid(high: Words, low: Words, cell: Number, total: Number) -> tuple[Floa
     )
 
 
-def points_of_shards(
-    end: Float[Array, " S"],
-    word: Words,
-    low: Words | None,
-    *,
-    stratified: bool,
-    count: Count | None = None,
-) -> tuple[Index, Floats, Floats]:
-    """Returns random points in the total mass: their shards, points in these, and offsets.
-
-    Args:
-        end: The end of each shard's interval.
-        word: Random words, as for ``points``.
-        low: Further words, or None.
-        stratified: Whether there is one point in each of ``B`` equal parts; static.
-        count: As for ``points``.
-    """
-    point, refine = points(word, low, end[-1], stratified=stratified, count=count)
-    shard, point = interval_of(end, point)
-    return shard, point, refine
-
-
 def ends(total: Float[Array, " S"]) -> Float[Array, " S"]:
     """Returns the end of each shard's interval in the total mass; the last one is the total.
 

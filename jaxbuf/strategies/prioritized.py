@@ -28,10 +28,11 @@ from jaxbuf.strategies.mass import (
     draw_distinct,
     draw_shards,
     ends,
+    interval_of,
     is_priority,
     least_positive,
     over,
-    points_of_shards,
+    points,
     set_masses,
 )
 from jaxbuf.strategies.protocols import (
@@ -344,7 +345,8 @@ class Prioritized(ShardableSampler):
         word, low = words[0], words[1] if refined else None
         end = ends(summaries.total)
         stratified = not self.sequential
-        shard, point, refine = points_of_shards(end, word, low, stratified=stratified, count=count)
+        point, refine = points(word, low, end[-1], stratified=stratified, count=count)
+        shard, point = interval_of(end, point)
         # If the total mass is zero, every draw is uniform.
         by_mass = jnp.broadcast_to(end[-1] > 0, (batch_size,))
         if self._mixes:

@@ -30,9 +30,10 @@ from jaxbuf.strategies.mass import (
     draw_distinct,
     effective_size,
     ends,
+    interval_of,
     least_positive,
     over,
-    points_of_shards,
+    points,
 )
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.protocols import Draw, ShardableSampler, Support, Targets
@@ -201,7 +202,8 @@ class Softmax(ShardableSampler):
         scale = self._scale(summaries.reference, summaries)
         word, low = random_words(key, (2, batch_size))
         end = ends(summaries.total * scale)
-        shard, point, refine = points_of_shards(end, word, low, stratified=False)
+        point, refine = points(word, low, end[-1], stratified=False)
+        shard, point = interval_of(end, point)
         row_scale = scale[shard]
         row_scale = jnp.where(row_scale > 0, row_scale, 1.0)
         return Targets(shard, (point / row_scale, refine / row_scale))
