@@ -63,8 +63,9 @@ def _memory(leaf: object) -> set[int]:
 
 def one_leaf(tree: Any) -> Any:
     """Returns the leaf of a buffer that is looked at in place of all others; None without one."""
-    counters = getattr(tree, "counters", None)
-    return next(iter(jax.tree.leaves(tree)), None) if counters is None else counters
+    # Not by ``getattr``: a wrapper has no counters, and would look for a helpful error first.
+    fields: Any = getattr(tree, "__dict__", ())
+    return fields["counters"] if "counters" in fields else next(iter(jax.tree.leaves(tree)), None)
 
 
 def check_readable(buffer: Any) -> None:
@@ -99,7 +100,7 @@ def check_single(buffer: Any) -> Any:
         buffer = trees.on_device(buffer)
     elif not isinstance(one, jax.core.Tracer):
         check_readable(buffer)
-    if getattr(one, "ndim", 0) > 1 and hasattr(buffer, "counters"):
+    if getattr(one, "ndim", 0) > 1 and "counters" in getattr(buffer, "__dict__", ()):
         count = " × ".join(str(axis) for axis in buffer.counters.shape[:-1])
         raise ValueError(
             f"buffer is {count} buffers side by side; work on each of them with jax.vmap, or take "
