@@ -80,6 +80,10 @@ class OwningBuffer(Buffer):
         return self.data
 
     @property
+    def num_envs(self) -> int:
+        return 0
+
+    @property
     def num_slots(self) -> int:
         """The number of slots of items, or of windows."""
         return self.occupancy.num_slots

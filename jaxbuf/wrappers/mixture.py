@@ -607,8 +607,10 @@ class Mixture(SlottedBuffer, Described):
             >>> (mixture.part_slots(batch.slots, 1).index < 4).tolist()
             [False, False, True, True]
         """
-        slots = check_slots(slots)
-        i = self._check_part(part)
+        return self._part_slots(check_slots(slots), self._check_part(part))
+
+    def _part_slots(self, slots: Slots, i: int) -> Slots:
+        """Returns what ``part_slots`` does, for arguments that were checked."""
         index, capacity = slots.index - self._slot_offset(i), self.parts[i].capacity
         inside = (index >= 0) & (index < capacity)  # [B]
         return slots.replace(index=jnp.where(inside, index, capacity))
@@ -622,18 +624,20 @@ class Mixture(SlottedBuffer, Described):
             raise operation.lacking(
                 self, f"ask one of the parts: mixture.parts[i].{operation.name}(...)"
             )
-        parts, slots = list(self.parts), operation.slots
+        parts, argument = list(self.parts), operation.slots
+        if argument is None:
+            for i in self._able_parts(operation.name, operation.needs):
+                parts[i] = operation.call_on(parts[i], arguments)
+            return trees.updated(self, parts=tuple(parts))
+        slots = check_slots(arguments[argument])
 
-        def perform(i: int) -> tuple[Mask, Any]:
-            assert slots is not None
-            part_slots = self.part_slots(arguments[slots], i)
-            result = operation.call_on(parts[i], arguments | {slots: part_slots})
-            return part_slots.index < parts[i].capacity, result
+        def perform(i: int, part_slots: Slots) -> Any:
+            return operation.call_on(parts[i], arguments | {argument: part_slots})
 
         if not operation.changes:
-            return self._join(operation.name, operation.needs, perform)
+            return self._of_slots(operation.name, operation.needs, slots, perform)
         for i in self._able_parts(operation.name, operation.needs):
-            parts[i] = operation.call_on(parts[i], arguments) if slots is None else perform(i)[1]
+            parts[i] = perform(i, self._part_slots(slots, i))
         return trees.updated(self, parts=tuple(parts))
 
     def get(self, slots: Slots) -> Sample:
@@ -648,15 +652,11 @@ class Mixture(SlottedBuffer, Described):
             ValueError: If no part is an ``ItemBuffer`` or a ``TrajectoryBuffer``.
         """
 
-        def read(i: int) -> tuple[Mask, Sample]:
-            part_slots = self.part_slots(slots, i)
+        def read(i: int, part_slots: Slots) -> Sample:
             sample = self._slotted(i).get(part_slots)
-            return part_slots.index < self.parts[i].capacity, sample.replace(
-                slots=self._global_slots(i, sample.slots),
-                probability=sample.probability * jnp.float32(self._shares[i]),
-            )
+            return self._in_mixture(i, sample, jnp.float32(self._shares[i]))
 
-        return self._join("get", "contents", read)
+        return self._of_slots("get", "contents", check_slots(slots), read)
 
     def highest(self, n: int, by: By | None = None) -> Sample:
         return draws.highest(self, n, by)
@@ -687,10 +687,10 @@ class Mixture(SlottedBuffer, Described):
         Raises:
             ValueError: If no part is a ``TrajectoryBuffer``.
         """
-        total = self.num_envs
+        total, slots = self.num_envs, check_slots(slots)
 
         def read(i: int) -> tuple[Mask, tuple[Array, Array]]:
-            env, position = self._slotted(i).locate(self.part_slots(slots, i))
+            env, position = self._slotted(i).locate(self._part_slots(slots, i))
             mask = env < as_buffer(self.parts[i]).num_envs
             return mask, (jnp.where(mask, env + self._env_offset(i), total), position)
 
@@ -726,11 +726,9 @@ class Mixture(SlottedBuffer, Described):
                 "episode", "episodes", slots, lambda i, *steps: self._slotted(i).episode(*steps)
             )
 
-        def read(i: int) -> tuple[Mask, Episode]:
-            part_slots = self.part_slots(slots, i)
-            return part_slots.index < self.parts[i].capacity, self._slotted(i).episode(part_slots)
-
-        return self._join("episode", "episodes", read)
+        return self._of_slots(
+            "episode", "episodes", slots, lambda i, part_slots: self._slotted(i).episode(part_slots)
+        )
 
     def end_episodes(self, envs: Envs = None) -> Self:
         return self._of_envs("end_episodes", envs, lambda part, mask: part.end_episodes(mask))
@@ -826,6 +824,15 @@ class Mixture(SlottedBuffer, Described):
             mask, result = read(i)
             joined = result if joined is None else trees.choose(mask, result, joined)
         return joined
+
+    def _of_slots(self, name: str, needs: str, slots: Slots, read: Function) -> Arrays:
+        """Returns ``read(i, slots)`` of part ``i`` for the rows with its slots."""
+
+        def read_part(i: int) -> tuple[Mask, Arrays]:
+            part_slots = self._part_slots(slots, i)
+            return part_slots.index < self.parts[i].capacity, read(i, part_slots)
+
+        return self._join(name, needs, read_part)
 
     def _of_steps(
         self, name: str, needs: str, steps: tuple[object, object], read: Function
