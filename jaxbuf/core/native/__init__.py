@@ -209,14 +209,14 @@ def kernel(name: str, *fields: str, in_place: int = 0) -> Callable[[Defined], De
 
 def takes_rows(count: int) -> bool:
     """Returns whether what is traced computes so many rows with kernels of rows."""
-    return _called.value and _FEW <= count <= _MANY
+    return _called.value and _FEW <= count <= _MANY and _in_use.value and native_available()
 
 
 def _instead(natively: Function, plainly: Function, *args: Arrays) -> Any:
-    """Returns what ``either`` does, with the derivatives of ``plainly``."""
-    chosen = jax.custom_jvp(functools.partial(either, natively, plainly))
+    """Returns ``natively(*args)``, with the derivatives of ``plainly``."""
+    chosen = jax.custom_jvp(natively)
     chosen.defjvp(functools.partial(jax.jvp, plainly))
-    return chosen(*args)
+    return chosen(*vary_with(args, args))
 
 
 def _call(
@@ -335,7 +335,7 @@ def take(
 def put(plainly: Function, index: Index, storage: Arrays, rows: Arrays) -> Arrays:
     """Returns ``plainly(index, storage, rows)``: the storage with row ``b`` at ``index[b]``.
 
-    An index past the end drops the row. No two others are the same.
+    An index past the end drops the row. No two others are the same. For what ``takes_rows`` only.
     """
 
     def natively(index: Index, storage: Arrays, rows: Arrays) -> Arrays:
