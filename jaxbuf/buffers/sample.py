@@ -351,7 +351,9 @@ def check_beta(beta: float | Number) -> Any:
         ValueError: If it is known, and is not a finite number.
     """
     # A float is tested without more, since each call from Python comes here.
-    if (type(beta) is float and math.isfinite(beta)) or isinstance(beta, jax.Array | np.ndarray):
+    if isinstance(beta, float | np.floating) and math.isfinite(beta):
+        return float(beta)
+    if isinstance(beta, jax.Array | np.ndarray):
         return beta
     return checks.check_number("beta", beta, "a finite number", math.isfinite)
 
