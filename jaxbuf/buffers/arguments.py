@@ -5,8 +5,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
+from jaxbuf.buffers.operation import DTYPES, INFINITE
 from jaxbuf.core import checks, numbers, storage, trees
 from jaxbuf.core.hyperparameters import check_declared
 from jaxbuf.core.sizes import check_count
@@ -98,18 +99,18 @@ def check_mask(
         shape, axes = (*shape, *steps), "(B, sequence_length)"
     elif steps:
         axes += "; or one for each step, (B, sequence_length)"
-    return storage.check_rows(mask, "mask", shape, np.bool_, axes)
+    return check_numbers(mask, "mask", shape, axes)
 
 
-def check_priority(priority: object, shape: tuple[int, ...], axes: str) -> Float[Array, "..."]:
-    """Returns the priorities of rows as float32; one that is too large becomes infinite.
+def check_numbers(value: object, name: str, shape: tuple[int, ...], axes: str) -> Array:
+    """Returns an argument of an operation as an array of the dtype that its name says.
 
-    The row of an infinite priority is refused later, like others with an illegal priority.
+    A priority that is too large becomes infinite, and its row is refused later.
 
     Raises:
-        ValueError: If the shape differs, or they are not numbers.
+        ValueError: As raised by ``storage.check_rows``.
     """
-    return storage.check_rows(priority, "priority", shape, np.float32, axes, infinite=True)
+    return storage.check_rows(value, name, shape, DTYPES[name], axes, infinite=name in INFINITE)
 
 
 def check_steps(
@@ -156,19 +157,16 @@ def check_step_mask(mask: Numbers, batch: tuple[int, ...]) -> Bool[Array, "E T"]
     axes = "(num_envs, T)" if len(batch) > 1 else "(num_envs,)"
     if len(batch) > 1 and np.ndim(mask) == 1:
         axes = f"(num_envs,); or one for each step, {batch}, which is (num_envs, T)"
-    return per_step(mask, "mask", batch, np.bool_, axes)
+    return per_step(mask, "mask", batch, axes)
 
 
-def per_step(
-    value: Numbers, name: str, batch: tuple[int, ...], dtype: type[np.generic], axes: str
-) -> Array:
+def per_step(value: Numbers, name: str, batch: tuple[int, ...], axes: str) -> Array:
     """Returns one number for each step, ``[E, T]``, given one for each step or environment.
 
     Raises:
         ValueError: If it has neither of these shapes, or another dtype.
     """
-    shape = batch[:1] if np.ndim(value) == 1 else batch
-    array = storage.check_rows(value, name, shape, dtype, axes)
+    array = check_numbers(value, name, batch[:1] if np.ndim(value) == 1 else batch, axes)
     array = array[:, None] if array.ndim == 1 else array
     return jnp.broadcast_to(array, (batch[0], *(batch[1:] or (1,))))
 
@@ -372,10 +370,10 @@ def check_version(version: object, session: object) -> tuple[Count, Count | None
     Raises:
         ValueError: If one of them is not an integer that fits int32.
     """
-    version = storage.check_rows(version, "version", (), np.int32, "a number")
+    version = check_numbers(version, "version", (), "a number")
     if session is None:
         return version, None
-    return version, storage.check_rows(session, "session", (), np.int32, "a number")
+    return version, check_numbers(session, "session", (), "a number")
 
 
 def check_version_used(freshness: Freshness | None, version: object, session: object) -> None:

@@ -5,7 +5,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
@@ -15,8 +14,8 @@ from jaxbuf.buffers import events, retire
 from jaxbuf.buffers.arguments import (
     check_evictor,
     check_num_rows,
+    check_numbers,
     check_parts,
-    check_priority,
     check_removes,
     check_sampler,
     check_version_used,
@@ -282,18 +281,18 @@ class ItemBuffer(SampledBuffer):
             )
         if priority is not None:
             needs_priority(self.sampler, "priority was given")
-            priority = check_priority(priority, shape, "(B,)")
+            priority = check_numbers(priority, "priority", shape, "(B,)")
 
-        def per_row(value: Numbers | None, name: str, dtype: type[np.generic]) -> Array | None:
-            return None if value is None else storage.check_rows(value, name, shape, dtype, "(B,)")
+        def per_row(value: Numbers | None, name: str) -> Array | None:
+            return None if value is None else check_numbers(value, name, shape, "(B,)")
 
         rows = Rows(
             items=jax.lax.stop_gradient(items),
             shape=shape,
-            mask=per_row(mask, "mask", np.bool_),
-            score=per_row(score, "score", np.float32),
-            version=per_row(version, "version", np.int32),
-            session=per_row(session, "session", np.int32),
+            mask=per_row(mask, "mask"),
+            score=per_row(score, "score"),
+            version=per_row(version, "version"),
+            session=per_row(session, "session"),
         )
         masks = [] if priority is None else [~self.bound_sampler.accepts(priority)]
         masks += [] if rows.score is None else [jnp.isnan(rows.score)]

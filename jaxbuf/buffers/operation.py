@@ -6,12 +6,26 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, Unpack
 
+import numpy as np
+
 from jaxbuf.core import checks
 from jaxbuf.core.program import About, program
-from jaxbuf.core.types import Function
+from jaxbuf.core.types import Dtype, Function
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# What the numbers of arguments of these names become, in all operations.
+DTYPES: dict[str, Dtype] = {
+    "priority": np.dtype("float32"),
+    "score": np.dtype("float32"),
+    "version": np.dtype("int32"),
+    "session": np.dtype("int32"),
+    "mask": np.dtype("bool"),
+}
+# Priorities that are too large are refused and counted, row by row.
+INFINITE = ("priority",)
+_SHARED: About = {"dtypes": DTYPES, "infinite": INFINITE, "keys": ("key",)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,8 +145,8 @@ def operation(
     """
 
     def decorate(declared: Callable[P, R]) -> Callable[P, R]:
-        about["copies"] = changes
-        description = Operation(declared, about, slots, needs, changes, rows, by_member, nones)
+        facts: About = {**_SHARED, **about, "copies": changes}
+        description = Operation(declared, facts, slots, needs, changes, rows, by_member, nones)
         vars(declared)["operation"] = description
 
         @functools.wraps(declared)

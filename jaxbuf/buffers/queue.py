@@ -4,10 +4,9 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree, UInt
 
-from jaxbuf.buffers.arguments import check_batch_size, check_num_rows
+from jaxbuf.buffers.arguments import check_batch_size, check_num_rows, check_numbers
 from jaxbuf.buffers.base import OwningBuffer
 from jaxbuf.buffers.buffer import absent
 from jaxbuf.buffers.sample import Sample
@@ -102,7 +101,7 @@ class Queue(OwningBuffer, Described):
         free = self.capacity - self.size
         if mask is None:
             return jnp.arange(rows, dtype=jnp.int32) < free
-        offered = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
+        offered = check_numbers(mask, "mask", (rows,), "(B,)")
         return offered & (jnp.cumsum(offered, dtype=jnp.int32) <= free)
 
     @program(stored=("items",), copies=True)
@@ -123,7 +122,7 @@ class Queue(OwningBuffer, Described):
         items, (rows,) = storage.check(self.data, items, "items", ("B",))
         offered = jnp.uint32(rows)
         if mask is not None:
-            mask = storage.check_rows(mask, "mask", (rows,), np.bool_, "(B,)")
+            mask = check_numbers(mask, "mask", (rows,), "(B,)")
             offered = jnp.sum(mask, dtype=jnp.uint32)
         accepted = self.accepts(rows, mask)
         if rows == 0:

@@ -6,7 +6,6 @@ from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, UInt
@@ -15,7 +14,7 @@ from jaxbuf.buffers import draws, events, hyperparameters, retire, write_back
 from jaxbuf.buffers.arguments import (
     check_batch_size,
     check_mask,
-    check_priority,
+    check_numbers,
     check_sampler,
     check_slots,
     check_version,
@@ -239,7 +238,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         needs_priority(self.sampler, "update_priority was called")
         slots = check_slots(slots)
         shape = slots.index.shape
-        value = check_priority(priority, shape, "that of slots")
+        value = check_numbers(priority, "priority", shape, "that of slots")
         mask = check_mask(mask, shape)
         sampler = self.bound_sampler
         legal = jnp.broadcast_to(sampler.accepts(value), mask.shape)
@@ -299,7 +298,7 @@ class SampledBuffer(SlottedBuffer, SampledBase):
         slots = check_slots(slots)
         write_back.check_scores(self)
         shape = slots.index.shape
-        score = storage.check_rows(score, "score", shape, np.float32, "that of slots")
+        score = check_numbers(score, "score", shape, "that of slots")
         mask = check_mask(mask, shape)
         if shape[0] == 0:
             return self

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
@@ -15,7 +14,6 @@ from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import (
     Arrays,
     Count,
-    Dtype,
     Function,
     Index,
     Integers,
@@ -64,18 +62,6 @@ class WeightOptions(TypedDict, total=False):
 
 class SampleOptions(WindowOptions, WeightOptions, total=False):
     """The options of ``sample``, each of which some buffers take."""
-
-
-# What the numbers of some arguments become.
-DTYPES: dict[str, Dtype] = {
-    "priority": np.dtype("float32"),
-    "score": np.dtype("float32"),
-    "version": np.dtype("int32"),
-    "session": np.dtype("int32"),
-    "mask": np.dtype("bool"),
-}
-# Priorities that are too large are refused and counted, row by row.
-INFINITE = ("priority",)
 
 
 def _check_beta(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +116,6 @@ class SlottedBuffer(Buffer):
         static=("part",),
         stored=("items", "steps"),
         before=lambda buffer, arguments: buffer.check_add(arguments),
-        dtypes=DTYPES,
-        infinite=INFINITE,
     )
     def add(self, items: Arrays, **options: Unpack[AddOptions]) -> Self:
         """Adds a batch of items; if there are more than ``capacity``, the last ones are kept.
@@ -174,8 +158,6 @@ class SlottedBuffer(Buffer):
         static=("part",),
         stored=("items",),
         before=lambda buffer, arguments: buffer.check_add(arguments),
-        dtypes=DTYPES,
-        infinite=INFINITE,
     )
     def insert(self, items: Arrays, **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
         """Adds a batch of items, and returns their slots as well.
@@ -206,7 +188,6 @@ class SlottedBuffer(Buffer):
         changes=False,
         rows="batch_size",
         static=("batch_size", "sequence_length", "normalize", "within"),
-        keys=("key",),
         nones=("normalize",),
         before=_check_beta,
     )
@@ -250,7 +231,6 @@ class SlottedBuffer(Buffer):
         by_member=False,
         rows="batch_size",
         static=("batch_size", "normalize", "within"),
-        keys=("key",),
         nones=("normalize",),
         before=_check_beta,
     )
@@ -283,8 +263,6 @@ class SlottedBuffer(Buffer):
         needs="priorities",
         keeps=("data", "extra_states"),
         reads=("occupancy", "hyperparameters"),
-        dtypes=DTYPES,
-        infinite=INFINITE,
     )
     def update_priority(
         self,
@@ -313,7 +291,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", static=("path",), stored=("value",), dtypes=DTYPES)
+    @operation(slots="slots", static=("path",), stored=("value",))
     def set_field(
         self,
         path: str | None,
@@ -401,7 +379,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="scores", keeps=("data",), dtypes=DTYPES)
+    @operation(slots="slots", needs="scores", keeps=("data",))
     def update_score(
         self,
         slots: Slots,
@@ -436,7 +414,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="removal", keeps=("data",), dtypes=DTYPES)
+    @operation(slots="slots", needs="removal", keeps=("data",))
     def remove(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
         """Removes sampled items, or windows; the steps of windows stay.
 
@@ -499,7 +477,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="freshness", keeps=("data",), dtypes=DTYPES)
+    @operation(slots="slots", needs="freshness", keeps=("data",))
     def mark_used(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
         """Counts a use of each sampled item, or window, and retires items used ``max_use`` times.
 
@@ -516,7 +494,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(needs="freshness", keeps=("data",), dtypes=DTYPES)
+    @operation(needs="freshness", keeps=("data",))
     def set_version(self, version: int | Count, session: int | Count | None = None) -> Self:
         """Sets the learner's version, and retires the items that have become too stale.
 
@@ -633,7 +611,6 @@ class SlottedBuffer(Buffer):
         changes=False,
         static=("batch_size", "by_priority", "replacement"),
         rows="batch_size",
-        keys=("key",),
     )
     def sample_range(
         self,

@@ -16,9 +16,9 @@ from jaxbuf.buffers.arguments import (
     Where,
     broadcast_steps,
     check_num_rows,
+    check_numbers,
     check_offsets,
     check_parts,
-    check_priority,
     check_removes,
     check_sampler,
     check_slots,
@@ -503,8 +503,7 @@ class TrajectoryBuffer(SampledBuffer):
             raise ValueError(f"n is {n}, but a ring has length {self.length}")
         steps = self._earliest(n, 0)
         if mask is not None:
-            shape = (self.num_envs,)
-            mask = storage.check_rows(mask, "mask", shape, np.bool_, "(num_envs,)")
+            mask = check_numbers(mask, "mask", (self.num_envs,), "(num_envs,)")
             steps = steps.replace(valid=steps.valid & mask[:, None])
         count = jnp.sum(steps.valid, axis=1, dtype=jnp.int32)
         rings, removed = self.rings.drop(count, n)
@@ -662,10 +661,10 @@ class TrajectoryBuffer(SampledBuffer):
         check_version_used(self.freshness, version, session)
         if priority is not None:
             needs_priority(self.sampler, "priority was given")
-            priority = check_priority(priority, batch, axes).reshape(shape)  # [E, T]
+            priority = check_numbers(priority, "priority", batch, axes).reshape(shape)  # [E, T]
 
         def integers(value: Numbers | None, name: str) -> Int[Array, "E T"] | None:
-            return None if value is None else per_step(value, name, batch, np.int32, axes)
+            return None if value is None else per_step(value, name, batch, axes)
 
         rows = Rows(
             items=lax.stop_gradient(steps),

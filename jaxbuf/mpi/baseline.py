@@ -18,7 +18,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, UInt
 
-from jaxbuf.buffers.arguments import check_mask
+from jaxbuf.buffers.arguments import check_mask, check_numbers
 from jaxbuf.core import checks, numbers, sizes, storage
 from jaxbuf.core.describe import Described
 from jaxbuf.core.types import Count, Flag, Floats, Mask, Number
@@ -281,7 +281,7 @@ class BaselineFilter(Described):
         if len(array.shape) != 1:
             raise ValueError(f"score has shape {array.shape}; expected (B,)")
         shape = array.shape
-        score = storage.check_rows(score, "score", shape, np.float32, "(B,)")
+        score = check_numbers(score, "score", shape, "(B,)")
         offered = check_mask(mask, shape, "(B,)")
         least = storage.check_rows(baseline, "baseline", (), np.float32, "a number")
         kept = offered & ((score >= least) | (least == -jnp.inf))  # [B]

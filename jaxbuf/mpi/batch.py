@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
-from jaxbuf.buffers.arguments import check_mask
+from jaxbuf.buffers.arguments import check_mask, check_numbers
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import storage
 from jaxbuf.core.describe import Described
@@ -64,7 +63,7 @@ def check_batch(
     items, (rows,) = storage.check(like, items, "items", ("B",))
     mask = check_mask(mask, (rows,), "(B,)")
     if score is not None:
-        score = storage.check_rows(score, "score", (rows,), np.float32, "(B,)")
+        score = check_numbers(score, "score", (rows,), "(B,)")
     elif needs_score:
         raise ValueError("the manager's buffer uses the score of items; pass score=[B]")
     else:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
+from jaxbuf.buffers.operation import DTYPES, INFINITE
 from jaxbuf.core import checks, numbers, trees
 from jaxbuf.core.donation import check_not_donated
 from jaxbuf.core.leaves import to_host
@@ -205,7 +206,7 @@ class Worker:
             raise ValueError("the filter needs the score of items; pass score=[B]")
         items = numbers.narrow(items, "items", lambda: self._state.items)
         items = trees.match(self._state.items, items)
-        score = numbers.convert(score, "score", np.dtype("float32"))
+        score = numbers.convert(score, "score", DTYPES["score"])
         # Messages leave, and programs run, after this call has returned. The others are copies.
         mask = trees.owned(mask)
         rows = self._check_room(items)
@@ -384,7 +385,7 @@ class Worker:
                 "slots is None; expected those of an answer, which has them if the worker asks for "
                 "them: Worker(..., slots=True)"
             )
-        value = numbers.convert(value, name, np.dtype("float32"), infinite=kind == Kind.PRIORITIES)
+        value = numbers.convert(value, name, DTYPES[name], infinite=name in INFINITE)
         leaves, structure = jax.tree.flatten((slots, value, mask))
         shapes = (kind, structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves))
         if shapes not in self._checked:

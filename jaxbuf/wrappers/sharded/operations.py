@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxbuf.buffers import draws
 from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.buffer import By
-from jaxbuf.buffers.operation import Operation
+from jaxbuf.buffers.operation import DTYPES, INFINITE, Operation
 from jaxbuf.buffers.sampled import SampledBuffer
 from jaxbuf.core import checks, fields, numbers, trees
 from jaxbuf.core.collectives import all_gather
@@ -324,7 +324,6 @@ def cast_arguments(
         operation: The operation.
         arguments: Its arguments by name, which were checked.
     """
-    dtypes, infinite = operation.about.get("dtypes", {}), operation.about.get("infinite", ())
     arrays: dict[str, Any] = {}
     for name, value in arguments.items():
         if name == operation.slots:
@@ -336,8 +335,8 @@ def cast_arguments(
                 trees.match(like, value),
                 like,
             )
-        elif value is not None and name in dtypes:
-            arrays[name] = numbers.to_array(value, name, dtypes[name], infinite=name in infinite)
+        elif value is not None and name in DTYPES:
+            arrays[name] = numbers.to_array(value, name, DTYPES[name], infinite=name in INFINITE)
     return arrays
 
 
