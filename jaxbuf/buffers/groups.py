@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.buffers.item import ItemBuffer
 from jaxbuf.core import checks, fields, numbers, sorting, storage, trees
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.describe import Described
 from jaxbuf.core.program import program
 from jaxbuf.core.random import check_key, random_words, scale_word
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Count, Index, Integers, Key, Mask
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 
 Order = Literal["age", "random"]

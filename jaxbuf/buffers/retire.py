@@ -11,9 +11,9 @@ from jaxbuf.buffers import events
 from jaxbuf.buffers.arguments import check_slots
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import storage
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Count, Flag, Function, Index, Integers, Mask, Word
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.subset import Subset

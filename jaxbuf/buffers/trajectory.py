@@ -36,12 +36,12 @@ from jaxbuf.buffers.sample import Normalization, Sample, Steps, StepsAround, Wit
 from jaxbuf.buffers.sampled import SampledBuffer, refuse
 from jaxbuf.buffers.slotted import Envs
 from jaxbuf.core import checks, fields, guesses, numbers, sizes, storage, trees
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.donation import check_readable
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Count, Flag, Index, Key, Mask, Number, Numbers, State, Words
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.occupancy.subset import Subset

@@ -10,8 +10,8 @@ from jaxtyping import Array, Int
 from jaxbuf.buffers import events
 from jaxbuf.buffers.base import SampledBase
 from jaxbuf.core import fields, storage, trees
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.types import Arrays, Function, State
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.part import Part
 from jaxbuf.strategies.protocols import Sampler

@@ -1,4 +1,4 @@
-"""Whole pytrees on the devices of a mesh: sent between them, and marked as varying over them."""
+"""Whole pytrees on the devices of a mesh: sent between them, and marked as equal on them."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jaxbuf.core import leaves
 from jaxbuf.core.types import Arrays
-from jaxbuf.core.versions import AnyTree, vary, varying_axes
+from jaxbuf.core.versions import AnyTree, varying_axes
 
 
 def all_gather(tree: Arrays, axis: str) -> Arrays:
@@ -76,25 +76,3 @@ def mark_replicated(tree: AnyTree, axis: str) -> AnyTree:
         return lax.pmax(leaf, axis)
 
     return jax.tree.map(mark, tree)
-
-
-def vary_with(tree: AnyTree, *others: Arrays) -> AnyTree:
-    """Returns the same arrays, marked as varying over all mesh axes that ``others`` vary over.
-
-    A loop inside ``jax.shard_map`` needs a carry that varies from the first step if it varies
-    later. A constant that the carry begins with does not vary by itself.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> def total(values):
-        ...     zero = vary_with(jnp.float32(0), values)
-        ...     return jax.lax.fori_loop(0, 3, lambda i, sum_: sum_ + values[i], zero)
-        >>> auto, spec = (jax.sharding.AxisType.Auto,), jax.P("devices")
-        >>> mesh = jax.make_mesh((1,), ("devices",), axis_types=auto)
-        >>> mapped = jax.shard_map(
-        ...     lambda values: total(values)[None], mesh=mesh, in_specs=spec, out_specs=spec
-        ... )
-        >>> mapped(jnp.arange(6.0)).tolist()
-        [3.0]
-    """
-    return vary(tree, varying_axes(others))

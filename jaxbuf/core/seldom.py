@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool
 from numpy.typing import NDArray
 
 from jaxbuf.core import trees
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.types import Arrays, Flag, Function
+from jaxbuf.core.versions import vary_with
 
 Result = TypeVar("Result", bound=Arrays)
 # For each array of the operands the row that each member has, ``[M]``; None if all have all of it.

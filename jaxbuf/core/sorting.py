@@ -8,9 +8,9 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped, UInt
 
 from jaxbuf.core import native
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.types import Count, Flag, Index, Mask, Word
+from jaxbuf.core.versions import vary_with
 
 _CHUNK = 128
 # From so many numbers on, and no more than so many for each to return, passes over them take less

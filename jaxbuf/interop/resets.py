@@ -10,11 +10,11 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from jaxbuf.core import storage, trees
 from jaxbuf.core.checks import kind_of, name_of
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.numbers import type_of
 from jaxbuf.core.random import check_key
 from jaxbuf.core.sizes import check_count
 from jaxbuf.core.types import Arrays, Count, Function, Key
+from jaxbuf.core.versions import vary_with
 
 _FIRST = ("obs", "state")
 _NEXT = ("obs", "state", "reward", "terminated", "truncated")

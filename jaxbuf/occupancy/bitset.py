@@ -20,10 +20,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxbuf.core import native, storage
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.problems import Checked, first_wrong
 from jaxbuf.core.sorting import last_of_each
 from jaxbuf.core.types import Count, Index, Integers, Mask, Words
+from jaxbuf.core.versions import vary_with
 
 _SHIFT = 5
 _WIDTH = 1 << _SHIFT

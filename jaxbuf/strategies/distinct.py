@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.seldom import if_needed
 from jaxbuf.core.types import Arrays, Count, Index, Key, Mask
+from jaxbuf.core.versions import vary_with
 
 Scratch = TypeVar("Scratch")
 

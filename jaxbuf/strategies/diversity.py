@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped, UInt32
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, fields
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.types import Arrays, Count, Flag, Floats, Index, Mask
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.protocol import ItemOccupancy
 from jaxbuf.occupancy.ranking import to_rank
 from jaxbuf.strategies.moves import Moves

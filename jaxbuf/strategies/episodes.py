@@ -12,9 +12,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt
 
 from jaxbuf.core import checks, fields, sizes, storage
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.types import Arrays, Index, Integers, Mask, Word, Words
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.rings import Rings
 from jaxbuf.strategies.moves import Moves
 from jaxbuf.strategies.part import Part, Rows, StepRows

@@ -18,10 +18,10 @@ from jaxtyping import Array, Bool, Int, UInt
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, counters, sizes, storage
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.types import Arrays, Count, Flag, Index, Mask, Word
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.moves import Moves

@@ -19,9 +19,9 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import quotient, remainder
 from jaxbuf.core.types import Count, Dtype, Floats, Index, Mask
+from jaxbuf.core.versions import vary_with
 
 # The pairs of a tile, _ROWS * _COLUMNS, fit a core's cache; coordinates come in groups of _STRIDE.
 _ROWS = 128

@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sizes, sorting
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.types import Count, Floats, Index
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics, to_rank
 from jaxbuf.strategies.mass import ByMass, effective_size, is_priority, over, set_masses

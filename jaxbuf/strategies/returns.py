@@ -13,9 +13,9 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxbuf.core import storage
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.division import remainder
 from jaxbuf.core.types import Floats, Index, Words
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.rings import Rings
 
 # The number of steps whose returns are filled in at once.

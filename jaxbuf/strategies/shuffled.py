@@ -11,10 +11,10 @@ from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.problems import first_wrong
 from jaxbuf.core.random import random_words, scale_word
 from jaxbuf.core.types import Count, Flag, Floats, Index, Integers, Key, Mask, Word
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.bitset import Bitset
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.strategies.distinct import distinct

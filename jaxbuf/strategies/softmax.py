@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from jaxbuf.core import checks, sorting
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.hyperparameters import at_most
 from jaxbuf.core.numbers import TINY
 from jaxbuf.core.order import after
@@ -24,6 +23,7 @@ from jaxbuf.core.random import random_words
 from jaxbuf.core.segment_tree import SegmentTree
 from jaxbuf.core.seldom import if_needed
 from jaxbuf.core.types import Count, Floats, Index, Key, Mask, Number
+from jaxbuf.core.versions import vary_with
 from jaxbuf.occupancy.protocol import Occupancy
 from jaxbuf.occupancy.ranking import score_metrics
 from jaxbuf.strategies.mass import (

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxbuf.core.collectives import vary_with
+from jaxbuf.core.versions import vary_with
 from tests import operations
 
 DEVICES = 4

@@ -24,9 +24,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PyTree, UInt
 
-from jaxbuf.core import versions
-from jaxbuf.core.collectives import vary_with
 from jaxbuf.core.types import Arrays, Floats, Function, Index, Mask, Word, Words
+from jaxbuf.core.versions import ffi_version, shapes_like, vary_with
 
 Defined = TypeVar("Defined", bound=Function)
 
@@ -112,7 +111,7 @@ def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     """Returns the library of the kernels, or None and the reason why it does not fit."""
     try:
         library = ctypes.CDLL(str(path))
-        built, installed = library.jaxbuf_ffi_version(), versions.ffi_version()
+        built, installed = library.jaxbuf_ffi_version(), ffi_version()
         # A library of an older version of the package may lack some.
         for name in KERNELS:
             _ = library[f"jaxbuf_{name}"]
@@ -232,7 +231,7 @@ def _call(
     """
     call = jax.ffi.ffi_call(
         f"jaxbuf_{name}",
-        versions.shapes_like(out, arrays[0]),
+        shapes_like(out, arrays[0]),
         vmap_method="broadcast_all" if aliases else "expand_dims",
         input_output_aliases=aliases,
     )
