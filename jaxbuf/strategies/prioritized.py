@@ -157,7 +157,12 @@ class Prioritized(ShardableSampler):
     def on_change(
         self, state: SegmentTree, added: Index, value: Floats | None, removed: Int[Array, " R"]
     ) -> SegmentTree:
-        return set_masses(state, added, self._new_masses(state, added, value), removed)
+        initial = self.mass(jnp.float32(self.initial_priority))
+        mass = jnp.broadcast_to(jnp.maximum(initial, state.root("max")), added.shape)
+        if value is not None:
+            # A new item without a legal priority keeps this default.
+            mass = jnp.where(self.accepts(value), self.mass(value), mass)
+        return set_masses(state, added, mass, removed)
 
     def set_priority(self, state: SegmentTree, index: Index, value: Floats) -> SegmentTree:
         """Sets the masses of existing items."""
@@ -306,14 +311,6 @@ class Prioritized(ShardableSampler):
     def _mixes(self) -> bool:
         """True if some draws may be uniform."""
         return not is_fixed(self.uniform_mix, 0.0)
-
-    def _new_masses(self, state: SegmentTree, index: Index, value: Floats | None) -> Floats:
-        """Returns the masses of new items; the default where no legal priority is given."""
-        initial = self.mass(jnp.float32(self.initial_priority))
-        default = jnp.broadcast_to(jnp.maximum(initial, state.root("max")), index.shape)
-        if value is None:
-            return default
-        return jnp.where(self.accepts(value), self.mass(value), default)
 
     def _probability(
         self, summaries: MassSummary, mass: Float[Array, "..."]
