@@ -18,7 +18,9 @@ def number():
     return jnp.float32(1)
 
 
-@pytest.mark.parametrize("name", ["prioritized", "windows-prioritized"])
+@pytest.mark.parametrize(
+    "name", operations.quick(["prioritized", "windows-prioritized"], {"windows-prioritized"})
+)
 def test_nothing_is_sent_when_it_runs(name):
     buffer, sample = operations.concrete(name)
     key, beta, priority = jax.random.key(0), number(), jnp.ones(operations.BATCH)
@@ -28,7 +30,9 @@ def test_nothing_is_sent_when_it_runs(name):
         jaxbuf.sample(buffer, key, operations.BATCH)
 
 
-@pytest.mark.parametrize("name", operations.quick(operations.DIFFERENT, PLAIN))
+@pytest.mark.parametrize(
+    "name", operations.quick(operations.DIFFERENT, {"windows-prioritized", "queue"})
+)
 def test_filling_and_sampling_is_the_same_without_jit(name):
     key = jax.random.key(0)
     with jax.disable_jit(), jax.debug_nans(True):
@@ -53,9 +57,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    operations.quick(
-        OTHERS, [case for case in OTHERS if case[0] in {"prioritized", "windows-prioritized"}]
-    ),
+    operations.quick(OTHERS, [("prioritized", what) for what in STRATEGIC]),
 )
 def test_every_operation_works_without_jit_and_computes_no_nan(name, what):
     _, function = operations.OPERATIONS[what]
@@ -64,7 +66,9 @@ def test_every_operation_works_without_jit_and_computes_no_nan(name, what):
         function(*args)
 
 
-@pytest.mark.parametrize("name", ["lowest", "fresh-lowest-softmax"])
+@pytest.mark.parametrize(
+    "name", operations.quick(["lowest", "fresh-lowest-softmax"], {"fresh-lowest-softmax"})
+)
 def test_a_plot_computes_no_nan(name):
     pytest.importorskip("matplotlib").use("agg")
     buffer, _ = operations.concrete(name)
@@ -76,10 +80,9 @@ def test_a_plot_computes_no_nan(name):
 INFINITE = [[jnp.inf] * 2, [-jnp.inf] * 2, [jnp.inf, -jnp.inf], [3.0, -jnp.inf]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", INFINITE)
-@pytest.mark.parametrize(
-    "name", operations.quick(["softmax-distinct", "lowest-softmax"], {"softmax-distinct"})
-)
+@pytest.mark.parametrize("name", ["softmax-distinct", "lowest-softmax"])
 def test_infinite_scores_make_no_nan(name, scores):
     key, rows = jax.random.key(0), operations.rows(number(), len(scores))
     with jax.disable_jit(), jax.debug_nans(True):

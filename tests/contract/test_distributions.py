@@ -17,7 +17,7 @@ import jaxbuf
 from jaxbuf import testing
 from tests.models import items as reference
 from tests.models.items import law_of
-from tests.operations import numbered
+from tests.operations import numbered, quick
 
 SIGNIFICANCE = 1e-4
 DRAWS = 20_000
@@ -88,7 +88,15 @@ def check_single_draws(sampler, priorities, law, rtol):
     chex.assert_tree_all_finite(buffer.metrics())
 
 
-@pytest.mark.parametrize(("name", "how"), SINGLE_DRAWS)
+# Each option once.
+QUICK_DRAWS = [
+    *((name, {}) for name in ("squared", "epsilon", "mix")),
+    ("default", {"stratified": False}),
+    ("mix", {"replacement": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), quick(SINGLE_DRAWS, QUICK_DRAWS))
 def test_a_single_draw_has_the_exact_law(name, how):
     sampler = jaxbuf.Prioritized(**LAWS[name], **how)
     check_single_draws(sampler, PRIORITIES, law_of(sampler, PRIORITIES)[0], rtol=1e-5)
@@ -214,7 +222,10 @@ def law_of_orders(masses, draws):
 @pytest.mark.parametrize(
     ("sampler", "priorities", "draws"),
     [
-        (jaxbuf.Prioritized(alpha=1.0, replacement=False), (1.0, 0.0, 3.0, 6.0), 2),
+        pytest.param(
+            *(jaxbuf.Prioritized(alpha=1.0, replacement=False), (1.0, 0.0, 3.0, 6.0), 2),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *(jaxbuf.Prioritized(alpha=1.0, replacement=False), (9.0, 1.0, 1.0, 2.0), 3),
             marks=pytest.mark.slow,
@@ -244,6 +255,7 @@ def test_without_replacement_the_whole_buffer_is_a_permutation():
     assert_law((drawn.data == 0).argmax(1), np.full(40, 1 / 40))
 
 
+@pytest.mark.slow
 def test_without_replacement_extreme_shares_are_still_all_found():
     priorities = [1e-6, 1.0, 1e6, 0.0, 1e-3, 1e3]
     sampler = jaxbuf.Prioritized(alpha=1.0, replacement=False)

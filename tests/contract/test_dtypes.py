@@ -30,7 +30,7 @@ def bits(leaf):
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
-@pytest.mark.parametrize("kind", operations.quick(MAKE, {"rings", "mixture", "queue"}))
+@pytest.mark.parametrize("kind", operations.quick(MAKE, {"mixture"}))
 def test_a_buffer_holds_saves_and_draws_what_was_added(kind, tmp_path):
     with jax.enable_x64(True):
         rows = every_kind(4) | {"at": jnp.arange(4)}

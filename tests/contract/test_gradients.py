@@ -88,7 +88,7 @@ def test_only_items_carry_gradients(name, what):
     [
         ("prioritized", "sample"),
         ("prioritized", "add"),
-        ("windows-prioritized", "sample"),
+        pytest.param("windows-prioritized", "sample", marks=pytest.mark.slow),
         ("queue", "take"),
     ],
 )
@@ -110,7 +110,9 @@ def test_gradients_of_items_are_right_in_every_way_to_compute_them(name, what):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["prioritized", "windows-prioritized", "mixture"])
+@pytest.mark.parametrize(
+    "name", operations.quick(["prioritized", "windows-prioritized", "mixture"], {"mixture"})
+)
 def test_a_loss_may_return_updated_priorities(name):
     buffer, batch = operations.concrete(name)
 

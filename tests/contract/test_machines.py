@@ -511,10 +511,9 @@ TWINS = {
 NORMALIZE = ("batch", "buffer", "mean", None)
 # Computed by XLA in place of the kernels in C++, as on accelerators.
 WITHOUT_KERNELS = {"proportional", "blend", "fresh", "near-oldest"}
-# Left to `make test-all`, since others have each part and each sampler as well.
-SLOW = {"blend-by-priority", "fresh-late", "near-best-oldest", "ranked-seldom", "shuffled-lowest"}
-SLOW |= {"near-greedy", "near-one", "from-the-start"}
-SLOW |= {"alf", "by-episode-period", "by-episode-within", "fresh-single", "ignored-period", "whole"}
+# Each occupancy and each part in some of them; `make test-all` runs the others as well.
+QUICK_ITEMS = {"uniform", "near", "ranked", "stale", "blend", "shuffled", "fresh"}
+QUICK_WINDOWS = {"uniform", "fresh", "lives", "by-episode"}
 
 
 def twin_of(sampler):
@@ -1040,14 +1039,14 @@ def run(machine, name, kernels=True):
     ("name", "kernels"),
     operations.quick(
         [*((name, True) for name in ITEMS), *((name, False) for name in sorted(WITHOUT_KERNELS))],
-        [*((name, True) for name in ITEMS if name not in SLOW), ("proportional", False)],
+        [*((name, True) for name in QUICK_ITEMS), ("proportional", False)],
     ),
 )
 def test_items(name, kernels):
     run(ItemMachine, name, kernels)
 
 
-@pytest.mark.parametrize("name", operations.quick(WINDOWS, WINDOWS.keys() - SLOW))
+@pytest.mark.parametrize("name", operations.quick(WINDOWS, QUICK_WINDOWS))
 def test_windows(name):
     run(WindowMachine, name, kernels=name != "removable")
 

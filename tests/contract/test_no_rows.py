@@ -45,7 +45,7 @@ def sharded(make, exchange=True):
     return jaxbuf.Sharded.create(make, mesh, "data", shards=2, exchange=exchange)
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", operations.quick([True, False], {True}))
 def test_of_a_sharded_buffer(exchange):
     parts = {"freshness": jaxbuf.Freshness(max_use=2), "parts": (jaxbuf.Removable(),)}
     make = lambda: jaxbuf.ItemBuffer.create(  # noqa: E731

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from tests.operations import quick
 
 STEP = {"obs": np.zeros(3), "reward": np.float64(0), "terminated": np.bool_(False)}
 
@@ -74,7 +75,7 @@ def test_groups_and_accumulators():
     assert episodes.steps["obs"].dtype == jnp.float64
 
 
-@pytest.mark.parametrize("strategy", ["future", "final", "random"])
+@pytest.mark.parametrize("strategy", quick(["future", "final", "random"], {"future"}))
 def test_hindsight(strategy):
     episodes, t = np.arange(24.0).reshape(4, 6), np.full(4, 2, np.int32)
     batch = {"achieved": episodes[:, 2], "goal": np.zeros(4), "reward": np.zeros(4)}
@@ -90,7 +91,7 @@ def test_hindsight(strategy):
     ("within_batch", "options"),
     [
         ("suppress", {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax()}),
-        ("greedy", {"freshness": jaxbuf.Freshness(max_use=2)}),
+        pytest.param("greedy", {"freshness": jaxbuf.Freshness(max_use=2)}, marks=pytest.mark.slow),
     ],
 )
 def test_scores_and_diversity(within_batch, options):
@@ -104,7 +105,10 @@ def test_scores_and_diversity(within_batch, options):
 
 @pytest.mark.parametrize(
     ("dtype", "asarray"),
-    [(np.int8, np.asarray), (np.int64, np.asarray), (np.uint64, jnp.asarray)],
+    quick(
+        [(np.int8, np.asarray), (np.int64, np.asarray), (np.uint64, jnp.asarray)],
+        [(np.int8, np.asarray), (np.int64, np.asarray)],
+    ),
 )
 def test_integers_of_any_width(dtype, asarray):
     freshness = jaxbuf.Freshness(max_staleness=4)
