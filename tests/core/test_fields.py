@@ -141,7 +141,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        pytest.param(*layout, id=name, marks=[pytest.mark.slow] * (name == "integers"))
+        pytest.param(*layout, id=name, marks=[pytest.mark.slow] * (name != "flat"))
         for name, layout in LAYOUTS.items()
     ],
 )

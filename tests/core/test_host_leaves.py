@@ -42,7 +42,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", operations.quick(ASKED, {"fresh-prioritized", "queue", "mixture"}))
 def test_as_those_of_jax_arrays(name):
     buffer, sample = operations.concrete(name)
     host = jax.device_get(buffer)

@@ -12,6 +12,7 @@ from jax import P, lax
 from jaxbuf.core import native
 from jaxbuf.core.random import random_words
 from jaxbuf.testing import hlo
+from tests.operations import quick
 
 SHAPES = [(), (3, 0, 5), (7,), (2, 256), (1025,)]
 KEYS = {
@@ -22,18 +23,14 @@ KEYS = {
 }
 
 
-# Keys of the usual generator alone have kernels, and are counted in two ways. Each two of these
-# meet by default.
+# Keys of the usual generator alone have kernels, and are counted in two ways.
 @pytest.mark.parametrize(
     ("kind", "partitionable", "kernels"),
-    [
-        pytest.param(
-            kind, *both, marks=[pytest.mark.slow] * ((kind == "raw") == (both[0] == both[1]))
-        )
-        for kind in ("typed", "raw")
-        for both in itertools.product([True, False], [True, False])
-    ]
-    + [(kind, True, True) for kind in ("rbg", "unsafe_rbg")],
+    quick(
+        [*itertools.product(("typed", "raw"), *[(True, False)] * 2)]
+        + [(kind, True, True) for kind in ("rbg", "unsafe_rbg")],
+        [("typed", True, True), ("raw", False, False), ("rbg", True, True)],
+    ),
 )
 def test_random_words_are_those_of_jax(kind, partitionable, kernels):
     with native.using_native(kernels), jax.threefry_partitionable(partitionable):
@@ -59,7 +56,10 @@ def test_a_raw_key_is_one_of_the_generator_that_is_the_default():
         jax.config.update("jax_default_prng_impl", before)
 
 
-@pytest.mark.parametrize(("kind", "kernels"), [("typed", False), *((kind, True) for kind in KEYS)])
+OF_KINDS = [("typed", False), *((kind, True) for kind in KEYS)]
+
+
+@pytest.mark.parametrize(("kind", "kernels"), quick(OF_KINDS, {("typed", False), ("rbg", True)}))
 def test_random_words_within_transformations_are_those_of_jax(kind, kernels):
     keys = jax.random.split(KEYS[kind](), 4)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -9,6 +9,7 @@ import pytest
 
 from jaxbuf.core import native
 from jaxbuf.core.segment_tree import NARROW, WIDE, SegmentTree, levels, using_width
+from tests.operations import quick
 
 CAPACITIES = (1, 5, 16, 17, 300, 5000)
 OPS = (("sum",), ("min",), ("max",), ("sum", "max", "min_positive"), ("max", "sum"))
@@ -94,7 +95,7 @@ def put(leaves, index, value):
             leaves[where] = what
 
 
-@pytest.mark.parametrize("ops", OPS[1:4:2])
+@pytest.mark.parametrize("ops", quick([(ops,) for ops in OPS[1:4:2]], [(OPS[3],)]))
 def test_extremes_that_come_and_go(ops):
     # Few rows for so many leaves: what lies above a node may be looked at only if the node changes.
     capacity, rows, rng = 70_000, 15, np.random.default_rng(0)
@@ -124,7 +125,7 @@ def test_zeros_of_either_sign_are_in_order():
     assert (float(tree.root("max")), np.signbit(tree.root("max"))) == (0.0, True)
 
 
-@pytest.mark.parametrize("rows", [2, 513])
+@pytest.mark.parametrize("rows", quick([2, 513], {513}))
 def test_updates_of_a_tree_larger_than_a_cache(rows):
     capacity, rng = 600_000, np.random.default_rng(rows)
     # Sums of small integers are exact in whatever order.
@@ -187,8 +188,13 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("capacity", [pytest.param(1, marks=pytest.mark.slow), 17, 5000])
+@pytest.mark.parametrize(
+    ("capacity", "kind"),
+    quick(
+        [(capacity, kind) for capacity in (1, 17, 5000) for kind in KINDS],
+        [(17, KINDS[1]), (17, KINDS[3]), (5000, KINDS[0]), (5000, KINDS[2])],
+    ),
+)
 def test_only_leaves_with_mass_are_found_and_beyond_the_total_the_last_one(capacity, kind):
     rng = np.random.default_rng(capacity)
     empty = create(capacity, ("sum", "max"))
@@ -212,7 +218,7 @@ def test_only_leaves_with_mass_are_found_and_beyond_the_total_the_last_one(capac
         np.testing.assert_array_equal(mass, leaves[found])
 
 
-@pytest.mark.parametrize("_form", ["pure", "native"], indirect=True)
+@pytest.mark.parametrize("_form", quick(["pure", "native"], {"native"}), indirect=True)
 def test_vmap_over_trees_and_over_queries():
     rng = np.random.default_rng(3)
     leaves = jnp.asarray(rng.random((3, 50)), jnp.float32)
@@ -252,9 +258,7 @@ def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize(
-    "_form", [pytest.param("pure", marks=pytest.mark.slow), "native", "wide"], indirect=True
-)
+@pytest.mark.parametrize("_form", quick(FORMS, {"native"}), indirect=True)
 def test_every_slot_of_a_large_tree_is_reached():
     # With 2**25 equal masses a float32 prefix has only half as many values as there are slots.
     capacity, rows = 2**25, 2**14
@@ -271,7 +275,7 @@ def test_every_slot_of_a_large_tree_is_reached():
     np.testing.assert_array_equal(found, np.floor((grid + fine) * cell))
 
 
-@pytest.mark.parametrize("ops", OPS[1:4:2])
+@pytest.mark.parametrize("ops", quick([(ops,) for ops in OPS[1:4:2]], [(OPS[3],)]))
 def test_leaves_that_are_known_to_differ_are_set_by_one_write(ops):
     rng, tree = np.random.default_rng(5), create(5000, ops)
     leaves = unset(5000, ops)
