@@ -116,12 +116,18 @@ CHANGES = {
     "end_episodes": [(rings, tuple, {})],
     "drop_newest_episode": [(rings, tuple, {})],
 }
-CASES = [(name, *case) for name, cases in CHANGES.items() for case in cases]
-every_change = pytest.mark.parametrize(
-    ("name", "make", "others", "options"),
-    CASES,
-    ids=[f"{name}-{make.__name__}" for name, make, *_ in CASES],
-)
+CASES = [
+    pytest.param(
+        name,
+        *case,
+        id=f"{name}-{case[0].__name__}",
+        # Each function has one buffer that is quick, and an add all of them.
+        marks=pytest.mark.slow if number and name != "add" else (),
+    )
+    for name, cases in CHANGES.items()
+    for number, case in enumerate(cases)
+]
+every_change = pytest.mark.parametrize(("name", "make", "others", "options"), CASES)
 
 
 def halved(items):
@@ -177,7 +183,7 @@ def test_a_donated_buffer_is_updated_where_it_is_and_another_stays(name, make, o
 @pytest.mark.parametrize(
     ("name", "make", "others", "options"),
     # XLA fills a cleared buffer with copies of one array of zeros.
-    [case for case in CASES if case[0] != "clear"],
+    [case for case in CASES if case.values[0] != "clear"],
 )
 def test_a_donated_buffer_is_not_copied(name, make, others, options):
     args = others()

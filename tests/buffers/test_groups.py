@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 import jaxbuf
+from tests.operations import quick
 
 ITEM = {"group": jnp.int32(0), "info": {"time": jnp.int32(0)}}
 
@@ -49,7 +50,7 @@ def test_di_engine_padding():
 
 
 @pytest.mark.parametrize("order", ["age", "random"])
-@pytest.mark.parametrize("evictor", [jaxbuf.Oldest(), jaxbuf.Lowest()])
+@pytest.mark.parametrize("evictor", quick([jaxbuf.Oldest(), jaxbuf.Lowest()], {jaxbuf.Oldest()}))
 def test_random_buffers_agree_with_lists(order, evictor):
     random = np.random.default_rng(5)
     buffer = jaxbuf.ItemBuffer.create(ITEM, 12, evictor=evictor)
@@ -131,7 +132,7 @@ def test_all_that_may_come_is_equally_likely(case):
     assert stats.chisquare(list(found.values())).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("size", [1, 3, 40])
+@pytest.mark.parametrize("size", quick([1, 3, 40], {3}))
 def test_blocks_of_any_size_agree_with_lists(size):
     """Groups that repeat, one without items, and blocks that do not divide the capacity."""
     group = np.random.default_rng(size).integers(0, 9, 1003)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxbuf
+from tests.operations import quick
 
 SCORES = np.array([-np.inf, -1.0, -0.0, 0.0, 2.0, 2.0, np.inf], np.float32)
 ITEM = {"number": jnp.int32(0), "value": jnp.float32(0)}
@@ -77,7 +78,9 @@ def check(buffer, expected, n):
 
 
 # The machines ask buffers that keep scores alone.
-@pytest.mark.parametrize("kind", ["both", "prioritized", "even", "blend", "reservoir"])
+@pytest.mark.parametrize(
+    "kind", quick(["both", "prioritized", "even", "blend", "reservoir"], {"both", "even", "blend"})
+)
 def test_items_in_falling_order_the_newest_of_equals_first(kind):
     buffer = create(kind)
     for turn in range(3):
@@ -85,7 +88,7 @@ def test_items_in_falling_order_the_newest_of_equals_first(kind):
         buffer = fill(buffer, kind, 6, turn, 6 * turn)
 
 
-@pytest.mark.parametrize("capacity", [4000, 20_000])
+@pytest.mark.parametrize("capacity", quick([4000, 20_000], {20_000}))
 def test_many_equal_scores_in_many_chunks(capacity):
     rows = capacity + 1000
     score = np.random.default_rng(0).integers(0, 3, rows).astype(np.float32)
@@ -117,7 +120,7 @@ def test_windows_that_can_be_drawn():
     assert best.valid.tolist() == [True] * 9 + [False] * 3
 
 
-@pytest.mark.parametrize("kind", ["lowest", "prioritized"])
+@pytest.mark.parametrize("kind", quick(["lowest", "prioritized"], {"lowest"}))
 def test_parts_of_a_mixture_and_shards_follow_each_other(kind):
     a, b, c = (fill(create(kind), kind, rows, rows, 100 * rows) for rows in (9, 20, 5))
     inner = jaxbuf.Mixture.create([b, c], [1, 2])
@@ -130,7 +133,7 @@ def test_parts_of_a_mixture_and_shards_follow_each_other(kind):
     assert best.data["number"].tolist() == expected([b], kind, 4)
 
 
-@pytest.mark.parametrize("kind", ["prioritized", "softmax"])
+@pytest.mark.parametrize("kind", quick(["prioritized", "softmax"], {"prioritized"}))
 def test_shards_by_shard_and_then_the_newest(kind):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     make = functools.partial(create, kind, 5)

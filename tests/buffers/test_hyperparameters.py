@@ -128,7 +128,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", quick(CASES, {"alpha", "mix", "rank", "ratio over strata", "weights"})
+)
 def test_draws_under_each_value_are_those_of_that_value(name):
     """Each buffer of a population has a value of its own; chi-square at 1e-4 for each."""
     sampler, number, values, law_of = CASES[name]
@@ -169,6 +171,7 @@ def test_draws_under_each_value_are_those_of_that_value(name):
         assert scipy.stats.chisquare(seen[some], expected).pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_a_part_of_a_batch_without_replacement_is_a_smaller_batch():
     """Its first rows, since later ones are drawn from what is left."""
     base = Prioritized(alpha=1.0, replacement=False)
@@ -184,7 +187,11 @@ def test_a_part_of_a_batch_without_replacement_is_a_smaller_batch():
 
 
 @pytest.mark.parametrize(
-    "sampler", [Prioritized(alpha=V), Recent(0.5, 2, Staleness(alpha=V, replacement=False))]
+    "sampler",
+    [
+        pytest.param(Prioritized(alpha=V), marks=pytest.mark.slow),
+        Recent(0.5, 2, Staleness(alpha=V, replacement=False)),
+    ],
 )
 def test_the_same_draws_as_with_the_static_number(sampler):
     static = hyperparameters.bind(hyperparameters.split(sampler)[0], {"alpha": 0.7})
@@ -199,7 +206,10 @@ def test_the_same_draws_as_with_the_static_number(sampler):
 
 @pytest.mark.parametrize(
     ("alpha", "mix", "replacement"),
-    [(1.0, 0.0, True), (1.0, 0.0, False), (0.5, 0.0, True), (0.0, 0.2, False)],
+    quick(
+        [(1.0, 0.0, True), (1.0, 0.0, False), (0.5, 0.0, True), (0.0, 0.2, False)],
+        [(1.0, 0.0, True), (0.0, 0.2, False)],
+    ),
 )
 def test_the_same_draws_as_with_a_number_that_has_a_shortcut(alpha, mix, replacement):
     fixed = filled(Prioritized(alpha, uniform_mix=mix, replacement=replacement))
@@ -501,7 +511,7 @@ def test_what_the_next_sampler_lacks_is_not_donated():
         assert buffer.counters.is_deleted()
 
 
-@pytest.mark.parametrize("resize", [False, True])
+@pytest.mark.parametrize("resize", quick([False, True], {True}))
 def test_checkpoints_keep_the_values(tmp_path, resize):
     sampler = Blend((Prioritized(alpha=Varying(0.5)), Staleness()), Varying((1.0, 1.0)))
     buffer = filled(sampler).set_hyperparameters(alpha=0.25, weights=(1.0, 3.0))
@@ -576,7 +586,8 @@ def naive_law(sampler, items, priorities, drawn):
 
 
 # What these know others know as well.
-REPEATED = {"uniform", "prioritized", "ranked", "shuffled", "recent", "colder"}
+REPEATED = {"uniform", "prioritized", "ranked", "shuffled", "recent", "colder", "stale", "varying"}
+REPEATED |= {"prioritized, scored"}
 
 
 @pytest.mark.parametrize("name", quick([*ORDERED, *SCORED], {*ORDERED, *SCORED} - REPEATED))

@@ -57,7 +57,10 @@ def test_reward_prioritized_keeps_the_highest(temperature):
 
 @pytest.mark.parametrize(
     "create",
-    [jaxbuf.reward_prioritized, jaxbuf.diverse_reward_prioritized],
+    [
+        jaxbuf.reward_prioritized,
+        pytest.param(jaxbuf.diverse_reward_prioritized, marks=pytest.mark.slow),
+    ],
     ids=["plain", "diverse"],
 )
 def test_fallback_draws_with_replacement_when_items_are_few(create):

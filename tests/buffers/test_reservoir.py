@@ -11,6 +11,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
+from tests.operations import quick
 
 KEY = jax.random.key(0)
 RUNS = 4000
@@ -39,7 +40,13 @@ def many(function):
 QUANTILES = {19: 50.8, 29: 65.2}
 
 
-@pytest.mark.parametrize("sizes", [(30,), (3, 9, 1, 17), (8, 22), (1,) * 30])
+# All at once, one by one, and in two parts.
+SLOW_SIZES = (30,), (1,) * 30, (8, 22)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 9, 1, 17), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW_SIZES)]
+)
 def test_every_item_is_held_alike(sizes):
     held = many(lambda key: fill(key, 8, sizes))
     assert (np.diff(held, axis=1) > 0).all()
@@ -93,7 +100,7 @@ def test_the_same_key_keeps_the_same_rows_and_others_do_not():
     assert sorted(again.data.tolist()) != sorted(buffer.data.tolist())
 
 
-@pytest.mark.parametrize("capacity", [3, 8, 12])
+@pytest.mark.parametrize("capacity", quick([3, 8, 12], {3, 12}))
 def test_a_checkpoint_goes_on_and_a_smaller_one_is_a_sample_of_all(tmp_path, capacity):
     old = create(8, KEY).add(jnp.arange(50))
     jaxbuf.save(tmp_path, old)

@@ -10,6 +10,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
+from tests.operations import quick
 
 REVEAL = jaxbuf.Uniform(replacement=False)
 REVEAL_PRIORITIES = jaxbuf.Prioritized(alpha=1.0, replacement=False)
@@ -52,7 +53,7 @@ def test_windows_of_another_length_with_recent_ones_and_ignored_steps():
         assert batch.data["t"].tolist() == [[t + i for i in range(size)] for t in first]
 
 
-@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("rows", quick([0, 3], {3}))
 def test_rows_of_some_environments_are_those_of_all_with_a_mask(rows):
     freshness = jaxbuf.Freshness(max_staleness=9)
     random = np.random.default_rng(rows)
@@ -155,7 +156,10 @@ def test_underfull_gives_an_invalid_sample(sampler):
     ("sampler", "masses"),
     [
         (jaxbuf.Uniform(), [1, 1, 1, 1, 1, 1, 1]),
-        (jaxbuf.Prioritized(alpha=1.0, stratified=False), [3, 1, 0, 2, 6, 1, 2]),
+        pytest.param(
+            *(jaxbuf.Prioritized(alpha=1.0, stratified=False), [3, 1, 0, 2, 6, 1, 2]),
+            marks=pytest.mark.slow,
+        ),
         (jaxbuf.Prioritized(alpha=1.0), [3, 1, 0, 2, 6, 1, 2]),
     ],
 )

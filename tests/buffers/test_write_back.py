@@ -11,6 +11,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.strategies import Part
+from tests.operations import quick
 
 KEY = jax.random.key(0)
 ITEM = {"number": jnp.int32(0), "hidden": {"h": jnp.zeros(2)}, "reward": jnp.float32(0)}
@@ -201,7 +202,7 @@ def test_what_was_removed_stays_away_in_a_buffer_of_another_size(tmp_path):
 # --- map_field of items
 
 
-@pytest.mark.parametrize("batch_size", [3, 100])
+@pytest.mark.parametrize("batch_size", quick([3, 100], {3}))
 def test_a_field_of_all_items_is_mapped(batch_size):
     buffer, slots = filled(5, capacity=7, parts=REMOVABLE)
     buffer = buffer.remove(pick(slots, 1))
@@ -370,7 +371,7 @@ def test_steps_have_no_slots_and_no_scores():
             buffer.set_field("reward", slots, value, mask=mask)
 
 
-@pytest.mark.parametrize("batch_size", [5, 100])
+@pytest.mark.parametrize("batch_size", quick([5, 100], {5}))
 def test_a_field_of_all_steps_is_mapped(batch_size):
     buffer = rings(parts=REMOVABLE, freshness=FRESH).add(steps(ramp(11)))
     buffer = buffer.add(steps(ramp(2, 1, 50)), env_ids=jnp.array([1]))
@@ -394,7 +395,13 @@ def test_a_field_of_all_steps_is_mapped(batch_size):
 
 
 @pytest.mark.parametrize(
-    "field", ["reward", ("number", "reward"), lambda item: item["reward"], None]
+    "field",
+    [
+        "reward",
+        pytest.param(("number", "reward"), marks=pytest.mark.slow),
+        pytest.param(lambda item: item["reward"], marks=pytest.mark.slow),
+        None,
+    ],
 )
 def test_a_diversity_filter_compares_with_the_new_value(field):
     diversity = jaxbuf.Diversity(0.0, field=field)
