@@ -12,6 +12,7 @@ from scipy import stats
 
 import jaxbuf
 from jaxbuf import testing
+from tests.operations import quick
 
 LENGTH = 8
 
@@ -58,7 +59,10 @@ EQUAL, UNEQUAL = (8, 8, 8), (5, 8, 1, 3)
 
 @pytest.mark.parametrize(
     ("held", "rows"),
-    [(EQUAL, 1), (EQUAL, 6), (UNEQUAL, 1), (UNEQUAL, 7), ((0, 6, 2), 7), ((4,), 6)],
+    quick(
+        [(EQUAL, 1), (EQUAL, 6), (UNEQUAL, 1), (UNEQUAL, 7), ((0, 6, 2), 7), ((4,), 6)],
+        [(EQUAL, 6), (UNEQUAL, 1), ((0, 6, 2), 7)],
+    ),
 )
 def test_numbers_and_probabilities_with_replacement(held, rows):
     buffer = filled(held, jaxbuf.Balanced())
@@ -78,11 +82,14 @@ def test_numbers_and_probabilities_with_replacement(held, rows):
 
 @pytest.mark.parametrize(
     ("held", "rows"),
-    [
-        *((EQUAL, rows) for rows in (1, 12)),
-        *((UNEQUAL, rows) for rows in (5, 9, 30)),
-        *(((0, 6, 2), 1), ((0, 6, 2), 9), ((4,), 5), ((0, 0), 1)),
-    ],
+    quick(
+        [
+            *((EQUAL, rows) for rows in (1, 12)),
+            *((UNEQUAL, rows) for rows in (5, 9, 30)),
+            *(((0, 6, 2), 1), ((0, 6, 2), 9), ((4,), 5), ((0, 0), 1)),
+        ],
+        [(EQUAL, 1), (UNEQUAL, 9), (UNEQUAL, 30), ((0, 6, 2), 9), ((0, 0), 1)],
+    ),
 )
 def test_numbers_without_replacement_are_dealt_in_turn(held, rows):
     buffer = filled(held, jaxbuf.Balanced(replacement=False))
@@ -206,9 +213,18 @@ WHOLE = jaxbuf.Episodes(boundary="avoid", short_windows="never")
             CROSSING, uniform_over([4, 5], [6], range(7, 16), [16, 17]), marks=pytest.mark.slow
         ),
         (AVOIDING, uniform_over([4, 5], [6], range(7, 16), [16, 17])),
-        (AVOIDING | {"episodes": WHOLE}, uniform_over(range(7, 14), [16, 17])),
-        ({"num_earliest_ignored": 3}, uniform_over(range(7, 16), range(16, 20))),
-        ({"period": 2}, uniform_over([4], [6], range(8, 16, 2), [16, 18])),
+        pytest.param(
+            *(AVOIDING | {"episodes": WHOLE}, uniform_over(range(7, 14), [16, 17])),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"num_earliest_ignored": 3}, uniform_over(range(7, 16), range(16, 20))),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({"period": 2}, uniform_over([4], [6], range(8, 16, 2), [16, 18])),
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"period": 8}, uniform_over([8], [16]), marks=pytest.mark.slow),
     ],
 )
@@ -237,7 +253,7 @@ def test_what_has_left_does_not_count():
 @pytest.mark.parametrize(
     "sampler",
     [
-        jaxbuf.Recent(0.25, 4, BY_EPISODE),
+        pytest.param(jaxbuf.Recent(0.25, 4, BY_EPISODE), marks=pytest.mark.slow),
         jaxbuf.Blend((BY_EPISODE, jaxbuf.Recent(1.0, 4)), (0.75, 0.25)),
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 
 import jaxbuf
 from jaxbuf.strategies.distinct import distinct, first_distinct
-from tests import operations
 from tests.strategies.test_every_sampler import assert_counts
 from tests.traces import large_outside_of_branches
 
@@ -90,11 +89,10 @@ def filled(sampler, numbers):
     return buffer.add(jnp.arange(len(numbers)), **{name: numbers})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "shared"),
-    operations.quick(
-        [(BY_SCORE, False), (BY_SCORE, True), (BY_PRIORITY, False)], [(BY_SCORE, True)]
-    ),
+    [(BY_SCORE, False), (BY_SCORE, True), (BY_PRIORITY, False)],
 )
 def test_under_vmap_no_draw_passes_over_all_slots(sampler, shared):
     slots = 1 << 16

@@ -15,6 +15,7 @@ import jaxbuf
 from jaxbuf import testing
 from jaxbuf.strategies.points import Ball, Points, PointSet
 from tests.models import items as reference
+from tests.operations import quick
 
 INF = math.inf
 
@@ -59,7 +60,9 @@ def near(one, others, ball):
     return Points.of(others).near(point, jnp.int32(1), ball, lambda _, slot: slot >= 0)[0]
 
 
-@pytest.mark.parametrize("p", [0.5, 0.9, 1.0, 1.5, 2.0, 3.0, 100.0, INF])
+@pytest.mark.parametrize(
+    "p", quick([0.5, 0.9, 1.0, 1.5, 2.0, 3.0, 100.0, INF], {0.5, 2.0, 3.0, INF})
+)
 def test_norms_are_those_of_torch_cdist_and_the_boundary_belongs_to_the_ball(p):
     origin, other = jnp.zeros(3), jnp.array([[3.0, 4.0, 0.0]])
     distance = 4.0 if p == INF else (3**p + 4**p) ** (1 / p)
@@ -76,7 +79,7 @@ def test_a_norm_of_0_counts_coordinates_that_differ():
     assert near(origin, jnp.array([[0.0, 1e-30, 0.0]]), Ball(1.0, 0.0))
 
 
-@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("p", quick([0.5, 1.0, 2.0, 3.0, INF], {0.5, 2.0, INF}))
 def test_no_norm_loses_a_distance(p):
     # |x|² - 2xy + |y|² has no digit left of this difference.
     point = jnp.full((9,), 4096.0)
@@ -109,8 +112,8 @@ def test_below_zero_no_distance_counts():
     ("p", "cutoff", "options"),
     [
         (3.0, 0.6, {"within_batch": "suppress", "active": "full"}),
-        (2.0, 0.5, {"within_batch": "greedy"}),
-        (0.0, 2.0, {"within_batch": "greedy"}),
+        pytest.param(2.0, 0.5, {"within_batch": "greedy"}, marks=pytest.mark.slow),
+        pytest.param(0.0, 2.0, {"within_batch": "greedy"}, marks=pytest.mark.slow),
     ],
 )
 def test_random_adds_to_large_buffers_agree_with_the_model(p, cutoff, options):
@@ -214,7 +217,10 @@ near_any_of_two = jax.jit(jax.vmap(near_any, in_axes=(None, 0)))
 
 
 @pytest.mark.parametrize("equal", [0, 1, 16, 17, 100])
-@pytest.mark.parametrize(("height", "width"), [(4, 40), (100, 40), (100, 48), (300, 100)])
+@pytest.mark.parametrize(
+    ("height", "width"),
+    quick([(4, 40), (100, 40), (100, 48), (300, 100)], {(4, 40), (100, 48)}),
+)
 def test_near_is_the_same_however_many_rows_of_a_tile_are_near(equal, height, width):
     rng = np.random.default_rng(equal)
     stored = rng.random((700, width)).astype(np.float32)
@@ -291,8 +297,10 @@ def test_bad_configurations(options, message):
         jaxbuf.Diversity(**{"cutoff": 1.0, **options})
 
 
-@pytest.mark.parametrize("keep", ["first", "best"])
-@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize(
+    ("count", "keep"),
+    quick([(1, "first"), (1, "best"), (16, "first"), (16, "best")], {(1, "first"), (16, "best")}),
+)
 def test_an_add_copies_neither_points_nor_storage(count, keep):
     buffer = create(jaxbuf.Diversity(1.0, within_batch="greedy", keep=keep), 5000, 11)
 
@@ -317,16 +325,12 @@ ELITES = jaxbuf.Diversity(1.0, keep="best")
 
 
 BY_PRIORITY = jaxbuf.Prioritized(alpha=1.0)
+HALVES = jaxbuf.Blend((jaxbuf.Uniform(), BY_PRIORITY), (1, 1))
 
 
 @pytest.mark.parametrize(
     "sampler",
-    [
-        BY_PRIORITY,
-        pytest.param(jaxbuf.RankBased(), marks=pytest.mark.slow),
-        pytest.param(jaxbuf.Recent(0.5, 2, BY_PRIORITY), marks=pytest.mark.slow),
-        jaxbuf.Blend((jaxbuf.Uniform(), BY_PRIORITY), (1, 1)),
-    ],
+    quick([BY_PRIORITY, jaxbuf.RankBased(), jaxbuf.Recent(0.5, 2, BY_PRIORITY), HALVES], [HALVES]),
 )
 def test_the_default_priority_counts_items_that_leave_for_the_row(sampler):
     buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 4, sampler=sampler, diversity=ELITES)
@@ -336,6 +340,7 @@ def test_the_default_priority_counts_items_that_leave_for_the_row(sampler):
     assert (metrics["priority_max"], metrics["replaced_near_buffer"]) == (100, 1)
 
 
+@pytest.mark.slow
 def test_one_row_takes_the_place_of_a_whole_buffer():
     buffer = create(ELITES, 700).add(rows(10.0 * np.arange(700)), score=jnp.zeros(700))
     state = {name: getattr(buffer, name) for name in ("data", "occupancy", "extra_states")}
@@ -381,11 +386,17 @@ WIDE = {
     "float64": 1 + np.arange(100) * 2.0**-52,
     "tiny": np.arange(100, dtype=np.uint64).view(np.float64),
 }
+OTHER_NORMS = ("int32", 0.0), ("int64", 2.0), ("int32", INF)
+# Those of one width are told apart alike.
+ONE_OF_EACH_KIND = "int32", "negative", "uint8", "float32", "subnormal", "bool", "int64", "low"
 
 
 @pytest.mark.parametrize(
     ("name", "p"),
-    [(name, 1.0) for name in (*NARROW, *WIDE)] + [("int32", 0.0), ("int64", 2.0), ("int32", INF)],
+    quick(
+        [*((name, 1.0) for name in (*NARROW, *WIDE)), *OTHER_NORMS],
+        [*((name, 1.0) for name in ONE_OF_EACH_KIND), *OTHER_NORMS],
+    ),
 )
 def test_without_a_cutoff_items_differ_by_their_bits(name, p):
     rows = (NARROW | WIDE)[name]
@@ -414,8 +425,9 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "options", "count"), KEPT)
-def test_equal_rows_are_kept_once(rows, options, count):
+@pytest.mark.parametrize("number", quick(range(len(KEPT)), {0, 2, 4, 6, 9}))
+def test_equal_rows_are_kept_once(number):
+    rows, options, count = KEPT[number]
     with jax.enable_x64(is_wide(rows)):
         assert kept(rows, **options) == count
 
@@ -424,11 +436,11 @@ def test_equal_rows_are_kept_once(rows, options, count):
     ("numbers", "cutoff", "rejected"),
     [
         (np.array([2**24, -(2**24), 2**24 + 1, -(2**24) - 1], np.int32), 1.0, 2),
-        (np.array([2**26, 2**27 + 1, 5, 6], np.int32), 16.0, 1),
-        (np.array([2**31, 2**32 - 1, 7], np.uint32), 0.5, 2),
+        pytest.param(np.array([2**26, 2**27 + 1, 5, 6], np.int32), 16.0, 1, marks=pytest.mark.slow),
+        pytest.param(np.array([2**31, 2**32 - 1, 7], np.uint32), 0.5, 2, marks=pytest.mark.slow),
         (np.array([1e30, 3e38, np.inf, -np.inf], np.float32), 0.5, 0),
-        (np.array([100, 200], np.uint8), 0.5, 0),
-        (np.array([2**40, 2**63 - 1, -(2**63), 3]), 2.0**40, 0),
+        pytest.param(np.array([100, 200], np.uint8), 0.5, 0, marks=pytest.mark.slow),
+        pytest.param(np.array([2**40, 2**63 - 1, -(2**63), 3]), 2.0**40, 0, marks=pytest.mark.slow),
         (np.array([2**40, 2**63 - 1, -(2**63), 3]), 2.0**39, 2),
         (np.array([1e300, -1e9, 1.0, np.inf]), 1.0, 2),
     ],

@@ -126,9 +126,12 @@ LAWS = {
         0.6 * shares(PRIORITIES) + 0.4 * SEVENTH,
     ),
 }  # fmt: skip
+# Those of one sampler differ by its exponent alone, and the others by the samplers that they blend.
+SLOW_LAWS = {"rank-0.5", "rank-1.0", "rank-3.0", "stale-0.5", "stale-2.0", "one", "in a blend"}
+SLOW_LAWS |= {"one without weight"}
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", quick(LAWS, LAWS.keys() - SLOW_LAWS))
 def test_the_law(name):
     sampler, law, *values = LAWS[name]
     make = waiting if isinstance(sampler, jaxbuf.Staleness) else filled
@@ -164,9 +167,7 @@ def test_without_replacement_every_item_comes_once_however_seldom(sampler):
     assert batch.slots.index[200:].tolist() == [256] * 10
 
 
-@pytest.mark.parametrize(
-    "name", quick(SAMPLERS, {"ranked", "blend", "balanced-distinct", "shuffled", "recent"})
-)
+@pytest.mark.parametrize("name", quick(SAMPLERS, {"ranked", "blend", "shuffled"}))
 def test_an_empty_buffer_and_clear(name):
     buffer = drawn_from(SAMPLERS[name])
     for empty in (buffer.anew(), buffer.clear()):
@@ -182,7 +183,9 @@ def test_an_empty_buffer_and_clear(name):
         assert after.add(jnp.arange(2), **given).sample(KEY, 2).valid.all()
 
 
-@pytest.mark.parametrize("name", ["shuffled", "softmax", "blend-of-many", "recent-distinct"])
+@pytest.mark.parametrize(
+    "name", quick(["shuffled", "softmax", "blend-of-many", "recent-distinct"], {"shuffled"})
+)
 def test_a_hosted_buffer_draws_what_the_buffer_does(name):
     buffer = drawn_from(SAMPLERS[name])
     hosted = jaxbuf.Hosted.create(lambda: buffer, to=jax.devices()[0])
@@ -198,7 +201,7 @@ def test_a_hosted_buffer_draws_what_the_buffer_does(name):
     "name",
     quick(
         [name for name in SAMPLERS if name.split("-")[0] not in ("shuffled", "recent")],
-        {"ranked", "blend", "balanced", "softmax"},
+        {"ranked", "blend"},
     ),
 )
 def test_it_is_the_base_of_recent_and_a_part_of_mixtures(name):
@@ -224,7 +227,7 @@ def test_a_sharded_buffer_refuses_it(name):
         jaxbuf.Sharded.create(lambda: drawn_from(SAMPLERS[name]), mesh, "data")
 
 
-@pytest.mark.parametrize("name", ["ranked", "ranked-seldom", "blend-of-many"])
+@pytest.mark.parametrize("name", quick(["ranked", "ranked-seldom", "blend-of-many"], {"ranked"}))
 def test_a_step_copies_neither_items_nor_states(name):
     buffer = jaxbuf.ItemBuffer.create(jnp.zeros(8), 2**12, sampler=SAMPLERS[name])
 

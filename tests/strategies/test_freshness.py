@@ -8,6 +8,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core.slots import Slots
+from tests.operations import quick
 
 KEY = jax.random.key(0)
 UNIFORM = jaxbuf.Uniform()
@@ -66,7 +67,7 @@ def test_an_item_that_is_gone_has_no_uses():
     assert buffer.use_count(slots).tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("max_staleness", [None, 5])
+@pytest.mark.parametrize("max_staleness", quick([None, 5], {5}))
 def test_a_late_item_of_another_session_is_refused(max_staleness):
     """Or its version, which counts from elsewhere, would make it fresher than all others."""
     buffer = create(jaxbuf.Freshness(max_use=9, max_staleness=max_staleness), 4)
@@ -156,9 +157,15 @@ def test_bad_use(make):
         buffer.set_version(jnp.float32(1))
 
 
-@pytest.mark.parametrize("comparison", [">", ">="])
-@pytest.mark.parametrize("learner", [-(2**31), -(2**31) + 5])
-@pytest.mark.parametrize("session", [None, 3])
+LEAST = [
+    (learner, comparison, session)
+    for learner in (-(2**31), -(2**31) + 5)
+    for comparison in (">", ">=")
+    for session in (None, 3)
+]
+
+
+@pytest.mark.parametrize(("learner", "comparison", "session"), quick(LEAST, LEAST[1::5]))
 def test_the_least_versions_are_not_stale(learner, comparison, session):
     freshness = jaxbuf.Freshness(max_staleness=10, comparison=comparison)
     buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8, freshness=freshness)
@@ -190,6 +197,7 @@ def steps(start, rows, num_envs=2):
     return env + start + jnp.arange(rows, dtype=jnp.int32)[None]
 
 
+@pytest.mark.slow
 def test_a_saved_buffer_fits_rings_of_another_length(tmp_path):
     freshness = jaxbuf.Freshness(max_use=4, max_staleness=5)
     buffer = rings(freshness, sequence_length=3)

@@ -54,12 +54,17 @@ def offer(levels, seed, score):
     return levels.update_score(known, score, mask=better).add({"seed": seed}, score=score)
 
 
+@jax.jit
+def known(levels):
+    slot = jnp.arange(levels.capacity, dtype=jnp.int32)
+    law = levels.sampler.probability(levels.sampler_state, slot, levels.occupancy)
+    return levels.data["seed"], levels.live, jnp.where(levels.live, law, 0.0)
+
+
 def held(levels):
     """Returns the levels in the order of their slots, and the probability of each slot."""
-    slot = jnp.arange(levels.capacity, dtype=jnp.int32)
-    known = levels.sampler.probability(levels.sampler_state, slot, levels.occupancy)
-    live = np.asarray(levels.live)
-    return np.asarray(levels.data["seed"])[live].tolist(), np.where(live, known, 0.0)
+    seeds, live, law = jax.device_get(known(levels))
+    return seeds[live].tolist(), law
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -74,7 +79,7 @@ def assert_law(levels, model):
     np.testing.assert_allclose(law[: len(seeds)], [expected[s] for s in seeds], rtol=1e-4)
 
 
-@pytest.mark.parametrize("rule", quick([*BY], [*BY][:1]))
+@pytest.mark.parametrize("rule", quick(BY, {"rank"}))
 def test_the_law_is_that_of_the_papers_while_levels_come_and_go(rule):
     rng = np.random.default_rng(0)
     levels, model = create(rule, 12), twin(rule, 12)
@@ -106,7 +111,7 @@ def filled(rule, scores, *models):
     return levels.add({"seed": jnp.asarray(seeds, jnp.int32)}, score=given(rule, scores))
 
 
-@pytest.mark.parametrize("rule", BY)
+@pytest.mark.parametrize("rule", quick(BY, {"rank"}))
 def test_one_level_at_a_time_has_the_law_of_jaxued(rule):
     """Once the levels are there, both count the draws alike."""
     model = twin(rule, 8, count="episodes")
@@ -121,6 +126,7 @@ def test_one_level_at_a_time_has_the_law_of_jaxued(rule):
         assert_law(levels, model)
 
 
+@pytest.mark.slow
 def test_batches_differ_from_jaxued_in_the_stale_part_alone():
     """There each draw of a batch changes the law of the next one; here a batch has one law."""
     models = [twin("rank", 32, count) for count in ("batches", "episodes")]

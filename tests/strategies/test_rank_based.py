@@ -14,6 +14,7 @@ def ranked(values, capacity=None, by="priority", **options):
     return filled(jaxbuf.RankBased(by=by, **options), values, capacity or len(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [True, False])
 def test_an_outlier_is_drawn_no_more_often_than_any_first_rank(replacement):
     values = np.where(np.arange(64) == 40, 500.0, 1.0)

@@ -14,6 +14,7 @@ from jaxbuf import testing
 from jaxbuf.core.random import random_words
 from jaxbuf.occupancy.ages import spread
 from tests.models import sampling as reference
+from tests.operations import quick
 
 ITEM = jax.ShapeDtypeStruct((), jnp.int32)
 PROPORTIONAL = jaxbuf.Prioritized(alpha=1.0)
@@ -58,7 +59,10 @@ def test_the_recent_half_as_in_alf():
 
 @pytest.mark.parametrize(
     ("kind", "base"),
-    [("items", jaxbuf.Uniform()), ("items", PROPORTIONAL), ("windows", PROPORTIONAL)],
+    quick(
+        [("items", jaxbuf.Uniform()), ("items", PROPORTIONAL), ("windows", PROPORTIONAL)],
+        [("items", jaxbuf.Uniform()), ("windows", PROPORTIONAL)],
+    ),
 )
 def test_probabilities_are_those_of_the_mixture(kind, base):
     """After wrapping, with rings of different fill."""
@@ -155,7 +159,7 @@ def newest_with_priorities(kind):
     return buffer
 
 
-@pytest.mark.parametrize("kind", ["items", "windows", "fresh"])
+@pytest.mark.parametrize("kind", quick(["items", "windows", "fresh"], {"fresh"}))
 def test_ranges_by_priority_as_in_di_engine(kind):
     """Its ``sample(B, sample_range=slice(-4, None))``: 0, 1/16, 3/16 and 12/16."""
     buffer = newest_with_priorities(kind)

@@ -49,6 +49,7 @@ def test_extreme_exponents():
     testing.assert_valid(buffer)
 
 
+@pytest.mark.slow
 def test_draws_under_vmap_compute_the_masses_of_a_shared_buffer_once():
     slots = 1 << 16
     sampler = jaxbuf.Staleness(replacement=False)
