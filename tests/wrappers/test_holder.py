@@ -18,6 +18,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import Holder, Stopped
+from tests.operations import quick
 from tests.wrappers.test_operations import a_sharded
 
 # Long enough for a busy machine; nothing that passes waits for it.
@@ -463,10 +464,17 @@ LIMITERS = {
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [
-        *((name, "rate") for name in SHORT),
-        *itertools.product(["items", "longer windows", "mixture"], ["narrow", "throughput"]),
-    ],
+    quick(
+        [
+            *((name, "rate") for name in SHORT),
+            *itertools.product(["items", "longer windows", "mixture"], ["narrow", "throughput"]),
+        ],
+        [
+            *((name, "rate") for name in ("windows", "used up", "sharded", "mixture")),
+            *(("items", limit) for limit in ("narrow", "throughput")),
+            ("fewer than the batch", "rate"),
+        ],
+    ),
 )
 def test_every_buffer_goes_on_until_it_has_enough(name, limit):
     create, shape, batch_size, sampling = SHORT[name]

@@ -10,6 +10,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf import testing
+from tests.operations import quick
 from tests.wrappers.test_operations import a_sharded, members
 
 KEY = jax.random.key(0)
@@ -51,7 +52,11 @@ def flat(steps):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows_at_a_time"), [("plain", ENVS), ("hosted", 3), ("sharded", 3), ("sharded", 4096)]
+    ("kind", "rows_at_a_time"),
+    quick(
+        [("plain", ENVS), ("hosted", 3), ("sharded", 3), ("sharded", 4096)],
+        [("plain", ENVS), ("sharded", 3)],
+    ),
 )
 def test_a_store_is_loaded_into_rings(tmp_path, kind, rows_at_a_time):
     steps = rows(6, ENVS)

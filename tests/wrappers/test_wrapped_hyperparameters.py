@@ -57,6 +57,7 @@ def test_a_sharded_buffer_draws_as_one():
     testing.assert_valid(refused)
 
 
+@pytest.mark.slow
 def test_a_sharded_temperature_applies_at_once():
     buffer = sharded(Softmax(temperature=Varying(1.0)))
     data, score = jnp.arange(6, dtype=jnp.int32), jnp.array(PRIORITIES)
@@ -80,6 +81,7 @@ def test_another_sampler_of_a_sharded_buffer():
         buffer.with_sampler(Recent(0.5, 2))
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_moves_the_values_to_other_shards(tmp_path):
     buffer, _ = filled(jaxbuf.set_hyperparameters(sharded(), alpha=2.0, uniform_mix=0.5))
     jaxbuf.save(tmp_path, buffer)

@@ -11,6 +11,7 @@ import pytest
 import jaxbuf
 from jaxbuf import testing
 from jaxbuf.core.slots import Slots
+from tests.operations import quick
 from tests.wrappers.test_operations import (
     DECLARED,
     ENVS,
@@ -44,7 +45,7 @@ def nested():
     return jaxbuf.Mixture.create([rings().add(steps(ENVS)), inner], [1, 1])
 
 
-@pytest.mark.parametrize("make", [a_mixture, nested])
+@pytest.mark.parametrize("make", quick([a_mixture, nested], {nested}))
 def test_what_is_not_there_is_not_got(make):
     mixture = make()
     batch = mixture.sample(KEY, 24)
@@ -63,7 +64,7 @@ def test_what_is_not_there_is_not_got(make):
             mixture.set_field(path, batch.slots, value)
 
 
-@pytest.mark.parametrize("make", [a_mixture, nested])
+@pytest.mark.parametrize("make", quick([a_mixture, nested], {nested}))
 def test_items_are_inserted_scored_and_removed(make):
     mixture = make()
     batch = mixture.sample(KEY, 24)
@@ -91,7 +92,10 @@ def test_items_are_inserted_scored_and_removed(make):
 
 @pytest.mark.parametrize(
     ("sampler", "exchange"),
-    [(jaxbuf.Prioritized(uniform_mix=0.1), True), (jaxbuf.Softmax(), False)],
+    [
+        (jaxbuf.Prioritized(uniform_mix=0.1), True),
+        pytest.param(jaxbuf.Softmax(), False, marks=pytest.mark.slow),
+    ],
 )
 def test_items_are_inserted_into_all_shards(sampler, exchange):
     buffer = jaxbuf.Sharded.create(
