@@ -1,6 +1,6 @@
 """`jaxbuf.Sharded` on eight devices; `test_sharded.py` runs this in a process of its own.
 
-`make test` runs what is not marked with ``all``.
+`make test` runs what is not marked with ``ALL``.
 """
 
 import collections
@@ -138,10 +138,8 @@ def law(sampler):
     return (1 - sampler.uniform_mix) * mass / mass.sum() + sampler.uniform_mix / (S * N)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "mixed" else pytest.param(name, marks=ALL) for name in SAMPLERS],
-)
+@ALL
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_shards_are_drawn_from_exactly_as_one_buffer(name):
     sampler, p = SAMPLERS[name], law(SAMPLERS[name])
     buffer, key = filled(mesh_of(8), sampler), jax.random.key(7)
@@ -241,6 +239,7 @@ def test_windows_get_the_largest_priority_of_all_shards():
         np.testing.assert_array_equal(roots, masses(many).max(axis=1))
 
 
+@ALL
 def test_freshness_is_that_of_each_shard_and_metrics_are_of_all():
     limits = jaxbuf.Freshness(max_use=5, max_staleness=4)
     buffer = create(4, freshness=limits)
@@ -267,6 +266,7 @@ def test_freshness_is_that_of_each_shard_and_metrics_are_of_all():
     assert int(buffer.set_version(0, 1).size) == 0
 
 
+@ALL
 def test_metrics_of_shards_without_items_do_not_count():
     buffer = create(8, freshness=jaxbuf.Freshness(max_use=9))
     # The only item is of a version ahead of the learner's, in the second shard.
@@ -279,7 +279,7 @@ def test_metrics_of_shards_without_items_do_not_count():
     assert float(buffer.metrics()["score_min"]) == -np.inf
 
 
-@pytest.mark.parametrize("infinite", [(), (3,), (3, 5)])
+@pytest.mark.parametrize("infinite", [(), pytest.param((3,), marks=ALL), (3, 5)])
 def test_a_mean_of_scores_that_are_not_finite(infinite):
     score = np.ones(S * N, np.float32)
     score[list(infinite)] = [np.inf, -np.inf][: len(infinite)]
@@ -390,7 +390,7 @@ def test_little_travels_and_nothing_is_copied(what, devices):
     )
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=ALL)])
 def test_weights_lie_where_their_rows_do(kind):
     buffer = filled(mesh_of(4, kind))
     batch = jaxbuf.sample(buffer, jax.random.key(1), 64, beta=0.5, within="part")
@@ -439,7 +439,8 @@ def test_inside_of_a_shard_map_as_it_comes(monkeypatch, expected):
     assert metrics[1].all()
 
 
-@pytest.mark.parametrize("exchanges", [True, pytest.param(False, marks=ALL)])
+@ALL
+@pytest.mark.parametrize("exchanges", [True, False])
 def test_what_is_the_same_on_all_devices_leaves_a_shard_map_as_it_is(exchanges):
     sampler = jaxbuf.Prioritized(alpha=jaxbuf.Varying(1.0))
     buffer = filled(mesh_of(4), sampler, exchange=exchanges)
@@ -475,14 +476,10 @@ def changed():
     return jax.device_get(run(changes, filled(mesh_of(8), **REMOVABLE)))
 
 
+@ALL
 @pytest.mark.parametrize(
     ("devices", "at_once", "inside"),
-    [
-        pytest.param(1, True, False, marks=ALL),
-        (4, True, False),
-        pytest.param(4, True, True, marks=ALL),
-        pytest.param(8, False, False, marks=ALL),
-    ],
+    [(1, True, False), (4, True, False), (4, True, True), (8, False, False)],
 )
 def test_changes_reach_items_on_any_device(monkeypatch, changed, devices, at_once, inside):
     """Inside of a shard_map, too."""
@@ -517,7 +514,8 @@ def test_without_exchange_an_empty_shard_gives_invalid_rows():
     assert int(half.support().count) == 4
 
 
-@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=ALL)])
+@ALL
+@pytest.mark.parametrize("at_once", [True, False])
 def test_empty_and_underfull(monkeypatch, at_once):
     if not at_once:
         monkeypatch.setattr(exchange, "_SINGLE_STEP_BYTES", 0)

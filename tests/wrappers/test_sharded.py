@@ -18,6 +18,7 @@ from jaxbuf.strategies import mass
 from jaxbuf.strategies.prioritized import MassSummary
 from jaxbuf.wrappers.sharded import exchange
 from jaxbuf.wrappers.sharded.exchange import local_order
+from tests.operations import quick
 
 S, N = 4, 16
 # Collectives of eight devices on few cores may wait for each other for long.
@@ -56,7 +57,7 @@ def test_on_eight_devices(tests):
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("count", quick([1, 3, 8], {3}))
 def test_rows_stay_with_their_shard_as_far_as_they_can(count):
     rng = np.random.default_rng(count)
     for odds in (None, [1.0] + [0.0] * (count - 1)):
@@ -155,7 +156,7 @@ def test_metrics_are_those_of_all_shards(buffer):
     assert int(cleared.metrics()["adds"]) == S * N
 
 
-@pytest.mark.parametrize("normalize", ["batch", "buffer", "mean", None])
+@pytest.mark.parametrize("normalize", quick(["batch", "buffer", "mean", None], {"buffer", "mean"}))
 def test_importance_weights_by_their_definition(buffer, normalize):
     batch = jaxbuf.sample(buffer, jax.random.key(0), 16, beta=0.4, normalize=normalize)
     got = jaxbuf.importance_weights(buffer, batch, 0.4, normalize)
