@@ -10,6 +10,7 @@ import pytest
 
 import jaxbuf
 from tests.models import accumulator as reference_accumulator
+from tests.operations import quick
 
 STEP = {
     "obs": jnp.zeros(2),
@@ -59,7 +60,8 @@ ADD = jax.jit(lambda accumulator, steps, mask: accumulator.add(steps, mask=mask)
 
 
 @pytest.mark.parametrize(
-    ("envs", "length", "per_add", "waiting"), [(3, 4, 3, 3), (3, 4, 1, 2), (2, 1, 2, 5)]
+    ("envs", "length", "per_add", "waiting"),
+    quick([(3, 4, 3, 3), (3, 4, 1, 2), (2, 1, 2, 5)], {(3, 4, 3, 3)}),
 )
 def test_random_rollouts_agree_with_lists(envs, length, per_add, waiting):
     random = np.random.default_rng(envs * length)
@@ -185,7 +187,7 @@ SET_VERSION = jax.jit(jaxbuf.ChunkAccumulator.set_version)
 FRESH = jaxbuf.Freshness(max_staleness=2, comparison=">")
 
 
-@pytest.mark.parametrize("freshness", [None, FRESH], ids=["all", "fresh"])
+@pytest.mark.parametrize("freshness", quick([None, FRESH], [FRESH]), ids=["all", "fresh"])
 def test_random_chunks_agree_with_lists(freshness):
     random = np.random.default_rng(11)
     accumulator = jaxbuf.ChunkAccumulator.create(
@@ -266,6 +268,7 @@ def test_stale_fragments_at_the_front_do_not_cost_the_chunk():
         assert int(accumulator.metrics()["stale"]) == (moves[2] >= 2)
 
 
+@pytest.mark.slow
 def test_lanes_of_chunks_do_as_eager_steps():
     random = np.random.default_rng(5)
     worker = random.integers(0, 2, (20, 4)).astype(np.int32)

@@ -220,7 +220,7 @@ PROGRAMS = [
 ]
 
 
-SLOW = (offline, independent_items)
+SLOW = (offline, independent_items, over_environments, flat_on_devices, mixed)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,8 @@ def test_documented_programs_do_the_same(program):
         assert program(fbx) == ours
 
 
-@pytest.mark.parametrize("period", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("period", [1, 2])
 def test_contents_and_distribution_stay_the_same_around_the_ring(period):
     fbx = flashbax()
     options = {

@@ -103,12 +103,12 @@ def model(key, most, time_limit):
 @pytest.mark.parametrize(
     ("resets", "time_limit", "kind"),
     [
-        (None, None, "typed"), (1, 4, "typed"), (2, None, "typed"), (1, 1, "typed"),
-        (2, 4, "legacy"), (None, 1, "legacy"), (9, 4, "typed"),
+        (None, None, "typed"), (1, 4, "typed"), (2, 4, "legacy"), (9, 4, "typed"),
         *(
             pytest.param(*case, "typed", marks=pytest.mark.slow)
-            for case in ((None, 4), (1, None), (2, 4), (NUM_ENVS, 4))
+            for case in ((None, 4), (1, None), (2, None), (1, 1), (2, 4), (NUM_ENVS, 4))
         ),
+        pytest.param(None, 1, "legacy", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_rows_are_those_of_a_model(resets, time_limit, kind):
@@ -138,7 +138,7 @@ def test_rows_are_those_of_a_model(resets, time_limit, kind):
     assert mask.all() == (resets not in (1, 2))
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", ["typed", pytest.param("legacy", marks=pytest.mark.slow)])
 def test_steps_from_python_go_on_from_a_checkpoint(kind, tmp_path):
     first, last, out = jax.jit(play(1, 6))(KEYS[kind](0))
     begin, advance = with_resets(reset, step, time_limit=6, resets=1)

@@ -27,6 +27,7 @@ import jaxbuf
 from jaxbuf import testing
 from jaxbuf.io import checkpoint, records
 from tests.models.store import damaged
+from tests.operations import quick
 from tests.programs import kill, peak_memory, sharded_checkpoint
 from tests.programs.processes import free_port, run_processes
 from tests.traces import LOWERED, counted_traces
@@ -543,6 +544,7 @@ if rank == "1":
 """
 
 
+@pytest.mark.slow
 def test_a_process_of_a_distributed_job_saves_what_is_its_own(tmp_path):
     port = free_port()
     commands = [("-c", DISTRIBUTED, port, rank, tmp_path / "run") for rank in range(2)]
@@ -652,7 +654,9 @@ def test_numbers_that_changed_on_the_way_are_seen(tmp_path):
         jaxbuf.load(tmp_path, tree)
 
 
-@pytest.mark.parametrize(("capacity", "added"), [(3, 13), (11, 4), (11, 13)])
+@pytest.mark.parametrize(
+    ("capacity", "added"), quick([(3, 13), (11, 4), (11, 13)], {(3, 13), (11, 4)})
+)
 def test_another_capacity_keeps_the_newest(tmp_path, capacity, added):
     # A buffer of the other size that was given the same items and priorities is the twin.
     sampler = jaxbuf.Prioritized(alpha=1.0)
@@ -687,7 +691,7 @@ def test_another_capacity_of_many_seeds(tmp_path):
     assert np.sort(new.data["id"], axis=1).tolist() == [[5, 6], [8, 9]]
 
 
-@pytest.mark.parametrize("capacity", [3, 12])
+@pytest.mark.parametrize("capacity", quick([3, 12], {3}))
 def test_another_capacity_keeps_the_highest_scores(tmp_path, capacity):
     options = {"evictor": jaxbuf.Lowest(), "sampler": jaxbuf.Softmax(temperature=0.5)}
     score = np.asarray([5.0, -1.0, 7.0, 7.0, 0.0, 50.0, 3.0, -np.inf, 7.0, 2.0], np.float32)
@@ -719,8 +723,9 @@ MOVED = [
 ]
 
 
-@pytest.mark.parametrize(("sampler", "capacity", "law"), MOVED)
-def test_a_sampler_draws_from_what_stays_in_another_size(tmp_path, sampler, capacity, law):
+@pytest.mark.parametrize("number", quick(range(len(MOVED)), {0, 4, 5}))
+def test_a_sampler_draws_from_what_stays_in_another_size(tmp_path, number):
+    sampler, capacity, law = MOVED[number]
     numbers = jnp.asarray([500.0, 1.0, 3.0, 2.0])
     given = {"score" if sampler.uses_score else "priority": numbers}
     old = jaxbuf.add(item_buffer(4, sampler=sampler), items(0, 1, 2, 3), **given)
@@ -731,6 +736,7 @@ def test_a_sampler_draws_from_what_stays_in_another_size(tmp_path, sampler, capa
     np.testing.assert_allclose(batch.probability, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_staleness_goes_on_in_another_size(tmp_path):
     options = {"sampler": jaxbuf.Staleness(replacement=False)}
     old = jaxbuf.add(item_buffer(6, **options), items(0, 1, 2, 3, 4, 5))
@@ -759,8 +765,8 @@ def test_a_shorter_queue_keeps_those_who_came_first(tmp_path, waiting, kept):
 @pytest.mark.parametrize(
     ("num_envs", "length", "period"),
     [
-        (3, 4, 1),
         (4, 12, 2),
+        pytest.param(3, 4, 1, marks=pytest.mark.slow),
         *(pytest.param(*size, 2, marks=pytest.mark.slow) for size in ((1, 4), (2, 8), (3, 6))),
     ],
 )
@@ -805,7 +811,7 @@ def test_another_size_of_rings_keeps_the_newest_steps_of_the_first(
     ("num_envs", "length", "sampler"),
     [
         pytest.param(1, 8, jaxbuf.Prioritized(), marks=pytest.mark.slow),
-        (3, 12, jaxbuf.Shuffled()),
+        pytest.param(3, 12, jaxbuf.Shuffled(), marks=pytest.mark.slow),
         (2, 4, jaxbuf.Prioritized()),
     ],
 )
@@ -868,6 +874,7 @@ def test_another_size_of_rings_keeps_what_is_known_of_episodes(tmp_path, num_env
     assert (newest - begin).tolist() == [3, 3, 1][:num_envs]
 
 
+@pytest.mark.slow
 def test_another_number_of_environments_of_many_seeds(tmp_path):
     seeds = jnp.arange(2, dtype=jnp.int32)
 
@@ -886,7 +893,7 @@ def test_another_number_of_environments_of_many_seeds(tmp_path):
             assert_ids(one, 100 * seed + np.arange(5 * min(num_envs, 2)))
 
 
-@pytest.mark.parametrize("keep", ["first", "best"])
+@pytest.mark.parametrize("keep", quick(["first", "best"], {"best"}))
 def test_another_capacity_keeps_what_is_known_of_points(tmp_path, keep):
     def create(capacity):
         diversity = jaxbuf.Diversity(cutoff=0.5, field="obs", keep=keep)

@@ -182,7 +182,7 @@ def test_what_a_store_says_of_itself_is_checked(tmp_path, name, field, value):
             jaxbuf.Store(tmp_path, ROW, mode=mode)
 
 
-@pytest.mark.parametrize("chunk", [2**26, 2**20])
+@pytest.mark.parametrize("chunk", [pytest.param(2**26, marks=pytest.mark.slow), 2**20])
 def test_a_chunk_beyond_its_file_is_not_allocated(tmp_path, chunk):
     for compress in (False, True):
         folder = tmp_path / str(compress)

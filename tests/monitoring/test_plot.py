@@ -135,6 +135,7 @@ def test_rings_and_their_write_positions():
     ]
 
 
+@pytest.mark.slow
 def test_queues_and_mixtures():
     queue = jaxbuf.add(jaxbuf.Queue.create(jnp.float32(0), 8), jnp.ones(6))
     queue, _ = jax.jit(lambda queue: queue.take(2))(queue)

@@ -196,6 +196,7 @@ def test_what_is_not_watched():
         statistics.sampled(buffer, batch, priority=jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_reading_copies_nothing():
     def cycle(state, key):
         mask, version, priority = jnp.ones(ROWS, bool), jnp.int32(0), jnp.ones(BATCH)

@@ -12,6 +12,7 @@ pytest.importorskip("mpi4jax")
 
 import jaxbuf
 from jaxbuf.mpi import DEFAULT, Manager, NewModes, Novelty, Retained, RewardSum, WeightedSum
+from tests.operations import quick
 
 _ITEM = {"id": jnp.int32(0), "state": jnp.zeros(10, jnp.int32)}
 _CAPACITY = 7
@@ -52,15 +53,17 @@ def _buffer(kind, capacity=_CAPACITY, key="state"):
 
 
 # Items are compared in tiles of 128 and blocks of 512, which these capacities do not fill.
+_CASES = [
+    (kind, *of)
+    for kind in ("oldest", "lowest", "diverse")
+    for of in ((_CAPACITY, "state"), (200, "state"), (600, "state"), (600, _what_differs))
+]
+
+
 @pytest.mark.parametrize(
-    ("capacity", "key"),
-    [
-        (_CAPACITY, "state"),
-        *(pytest.param(capacity, "state", marks=pytest.mark.slow) for capacity in (200, 600)),
-        (600, _what_differs),
-    ],
+    ("kind", "capacity", "key"),
+    quick(_CASES, _CASES[::4]),
 )
-@pytest.mark.parametrize("kind", ["oldest", "lowest", "diverse"])
 def test_scores_as_in_numpy(kind, capacity, key):
     norm = 2.0 if kind == "lowest" else 1.0
     parts = (Retained(), RewardSum(), Novelty(key, norm), NewModes(1.0, key))

@@ -13,6 +13,7 @@ from scipy import stats
 
 import jaxbuf
 from tests.models import hindsight as reference
+from tests.operations import quick
 
 STRATEGIES = ["final", "future", "episode", "random", "geometric"]
 ROWS, STEPS = 5, 7
@@ -201,7 +202,7 @@ WIDE = jnp.zeros((ROWS, STEPS, 2), jnp.int32)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "bool", "float16"])
+@pytest.mark.parametrize("dtype", quick(["uint8", "int8", "int32", "bool", "float16"], {"uint8"}))
 def test_rewards_are_not_cast_to_another_kind(dtype, jitted):
     rewards = jnp.ones((2, 3), dtype)
     batch = {"goal": jnp.zeros((2, 3)), "achieved_goal": jnp.zeros((2, 3)), "reward": rewards}
