@@ -26,8 +26,3 @@ def tally(names: Sequence[str], counts: Mapping[str, Array | int]) -> UInt[Array
 def named(names: Sequence[str], counters: UInt[Array, "*batch K"]) -> dict[str, Array]:
     """Returns each counter by its name."""
     return {name: counters[..., k] for k, name in enumerate(names)}
-
-
-def column(names: Sequence[str], counters: UInt[Array, "*batch K"], name: str) -> Array:
-    """Returns the counter of this name."""
-    return counters[..., names.index(name)]

@@ -69,7 +69,7 @@ class FreshnessState(struct.PyTreeNode):
 
     def count(self, name: str) -> Word:
         """Returns the counter of this name."""
-        return counters.column(_COUNTERS, self.counters, name)
+        return self.counters[..., _COUNTERS.index(name)]
 
     def more(self, **counts: Array) -> Self:
         """Returns the state with the counts added to the counters of these names."""
