@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, trees
-from jaxbuf.core.leaves import check_dtype
+from jaxbuf.core.leaves import check_dtype, is_key
 from jaxbuf.core.types import Arrays, Dtype
 
 # The least normal float32, such as the least mass: what is smaller may count as zero.
@@ -56,7 +56,7 @@ def abstract(value: object, name: str) -> jax.ShapeDtypeStruct:
             raise ValueError(f"{name} is {kind}; expected an array of numbers") from error
     dtype = aval.dtype
     check_dtype(dtype, name)
-    if is_number(dtype):
+    if not is_key(dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=bool(aval.weak_type))
 
@@ -99,7 +99,7 @@ def arrays(tree: PyTree, name: str) -> Arrays:
     for path, leaf in leaves:
         label = name + jax.tree_util.keystr(path)
         got = type_of(leaf, label)
-        out.append(to_array(leaf, label, got.dtype) if is_number(got.dtype) else jnp.asarray(leaf))
+        out.append(jnp.asarray(leaf) if is_key(got.dtype) else to_array(leaf, label, got.dtype))
     return jax.tree.unflatten(treedef, out)
 
 
@@ -154,11 +154,6 @@ def has_wide(tree: PyTree) -> bool:
     except (TypeError, ValueError):
         return False
     return any(isinstance(x, np.ndarray | np.generic) and x.dtype in _HALF for x in leaves)
-
-
-def is_number(dtype: Dtype) -> bool:
-    """Returns whether a dtype is one of numbers, unlike that of PRNG keys."""
-    return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def may_become(got: Dtype, want: Dtype) -> bool:
@@ -233,7 +228,7 @@ def convert(value: Any, name: str, dtype: Dtype, *, infinite: bool = False) -> A
         return value
     if isinstance(value, jax.Array):
         got = value.dtype
-        if not is_number(got) or not may_become(got, dtype):
+        if is_key(got) or not may_become(got, dtype):
             return value
         if _may_overflow(got, dtype, infinite) and value.is_fully_addressable:
             _check_fit(np.asarray(jax.device_get(value)), name, dtype)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, native, numbers, sizes, trees
 from jaxbuf.core.division import remainder
+from jaxbuf.core.leaves import is_key
 from jaxbuf.core.program import is_outside
 from jaxbuf.core.types import Arrays, Dtype, Index
 
@@ -219,7 +220,7 @@ def check_rows(
 
 def _is_castable(got: jax.ShapeDtypeStruct, dtype: type[np.generic] | Dtype) -> bool:
     """Returns whether numbers of one dtype may be given where another one is stored."""
-    if not numbers.is_number(got.dtype):
+    if is_key(got.dtype):
         return False
     whole = jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(got.dtype, jnp.integer)
     if got.dtype == np.dtype(dtype) or whole:

@@ -20,6 +20,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Int, PyTree
 
 from jaxbuf.core import checks, numbers, sizes, trees
+from jaxbuf.core.leaves import is_key
 from jaxbuf.core.types import Arrays, Count, Integers
 from jaxbuf.monitoring.plot import distributions
 
@@ -574,7 +575,7 @@ def _flatten(metrics: PyTree) -> dict[str, float]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
         prefix = jax.tree_util.keystr(path, simple=True, separator="/")
         dtype = numbers.type_of(leaf, f"metrics[{prefix!r}]").dtype
-        if not numbers.is_number(dtype) or np.asarray(leaf).dtype.kind not in "biufV":
+        if is_key(dtype) or np.asarray(leaf).dtype.kind not in "biufV":
             raise ValueError(f"metrics[{prefix!r}] is {checks.kind_of(leaf)}; expected numbers")
         values = np.asarray(leaf)
         for index in np.ndindex(values.shape):
