@@ -67,6 +67,12 @@ def test_an_item_that_is_gone_has_no_uses():
     assert buffer.use_count(slots).tolist() == [0, 2]
 
 
+def test_clear_keeps_the_version_of_the_learner_and_the_counts():
+    buffer = jaxbuf.add(create(jaxbuf.Freshness(max_use=1), 2), integers(5, 6))
+    cleared = mark(advance(buffer, 3), names(buffer, [5])).clear().metrics()
+    assert [int(cleared[name]) for name in ("size", "version", "retired_used")] == [0, 3, 1]
+
+
 @pytest.mark.parametrize("max_staleness", quick([None, 5], {5}))
 def test_a_late_item_of_another_session_is_refused(max_staleness):
     """Or its version, which counts from elsewhere, would make it fresher than all others."""
