@@ -217,26 +217,32 @@ def windows(num_envs, episodes=None):
     )
 
 
-def test_windows_get_the_largest_priority_of_all_shards():
+@pytest.mark.parametrize(
+    "episodes",
+    [
+        pytest.param(None, marks=ALL),
+        jaxbuf.Episodes(boundary="avoid", short_windows="ended"),
+    ],
+)
+def test_windows_get_the_largest_priority_of_all_shards(episodes):
     """Also if their own is refused, or if the end of an episode completes them."""
     steps = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (16, 4)), STEP)
     priority = np.ones((16, 4), np.float32)
     priority[0, 3] = 100
     refused = priority.copy()
     refused[6] = np.nan
-    for episodes in (None, jaxbuf.Episodes(boundary="avoid", short_windows="ended")):
-        one = windows(16, episodes)
-        ring = functools.partial(windows, 2, episodes)
-        many = jaxbuf.Sharded.create(ring, mesh_of(8), "data")
-        for given in (priority, refused):
-            one, many = (jaxbuf.add(buffer, steps, priority=given) for buffer in (one, many))
-        if episodes is not None:
-            one, many = (jaxbuf.end_episodes(buffer, np.arange(3, 9)) for buffer in (one, many))
-        expected = np.asarray(one.sampler_state.leaves)
-        assert (expected == 100).sum() > 4
-        np.testing.assert_array_equal(masses(many).reshape(-1), expected)
-        roots = jax.vmap(lambda shard: shard.sampler_state.root("max"))(many.shards)
-        np.testing.assert_array_equal(roots, masses(many).max(axis=1))
+    one = windows(16, episodes)
+    ring = functools.partial(windows, 2, episodes)
+    many = jaxbuf.Sharded.create(ring, mesh_of(8), "data")
+    for given in (priority, refused):
+        one, many = (jaxbuf.add(buffer, steps, priority=given) for buffer in (one, many))
+    if episodes is not None:
+        one, many = (jaxbuf.end_episodes(buffer, np.arange(3, 9)) for buffer in (one, many))
+    expected = np.asarray(one.sampler_state.leaves)
+    assert (expected == 100).sum() > 4
+    np.testing.assert_array_equal(masses(many).reshape(-1), expected)
+    roots = jax.vmap(lambda shard: shard.sampler_state.root("max"))(many.shards)
+    np.testing.assert_array_equal(roots, masses(many).max(axis=1))
 
 
 @ALL
@@ -279,7 +285,8 @@ def test_metrics_of_shards_without_items_do_not_count():
     assert float(buffer.metrics()["score_min"]) == -np.inf
 
 
-@pytest.mark.parametrize("infinite", [(), pytest.param((3,), marks=ALL), (3, 5)])
+@ALL
+@pytest.mark.parametrize("infinite", [(), (3,), (3, 5)])
 def test_a_mean_of_scores_that_are_not_finite(infinite):
     score = np.ones(S * N, np.float32)
     score[list(infinite)] = [np.inf, -np.inf][: len(infinite)]
