@@ -137,7 +137,7 @@ BESIDE = (
 # A buffer of each kind, and each part in one of them.
 OF_EACH_KIND = {
     "prioritized", "shuffled-fresh-lowest", "diverse", "windows-fresh", "windows-episodes",
-    "windows-avoid", "windows-removable", "queue", "mixture",
+    "windows-removable", "queue", "mixture",
 }  # fmt: skip
 every_state = pytest.mark.parametrize(
     "name",
@@ -197,7 +197,7 @@ def test_scans_side_by_side_do_what_each_does(name):
     "name",
     operations.quick(
         ["shuffled-fresh-lowest", "windows-fresh", "queue", "mixture"],
-        {"windows-fresh", "queue", "mixture"},
+        {"queue", "mixture"},
     ),
 )
 def test_steps_with_donation_are_a_scan(name):

@@ -86,7 +86,7 @@ def assert_close(one, other, rtol=1e-6):
     chex.assert_trees_all_close(one, other, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("name", operations.quick(BUFFERS, {"distinct", "windows"}))
+@pytest.mark.parametrize("name", operations.quick(BUFFERS, {"windows"}))
 def test_wide_trees_draw_what_narrow_ones_do(name):
     ends = {}
     for width in (NARROW, WIDE):
