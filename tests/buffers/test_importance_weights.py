@@ -159,9 +159,9 @@ def test_an_item_that_is_never_drawn_has_no_weight():
         np.testing.assert_array_equal(weights[jnp.array([0, 2])], expected[normalize])
 
 
-DRAWS = "prioritized-mix", "shuffled", "windows-removable", "mixture"
+DRAWS = "prioritized-mix", "windows-removable", "mixture"
 MORE_DRAWS = (
-    "uniform", "softmax-distinct", "stale", "recent", "varying", "windows-prioritized",
+    "uniform", "softmax-distinct", "shuffled", "stale", "recent", "varying", "windows-prioritized",
     "windows-balanced",
 )  # fmt: skip
 

@@ -512,7 +512,7 @@ NORMALIZE = ("batch", "buffer", "mean", None)
 # Computed by XLA in place of the kernels in C++, as on accelerators.
 WITHOUT_KERNELS = {"proportional", "blend", "fresh", "near-oldest"}
 # Each occupancy and each part in some of them; `make test-all` runs the others as well.
-QUICK_ITEMS = {"uniform", "near", "ranked", "stale", "blend", "shuffled", "fresh"}
+QUICK_ITEMS = {"uniform", "near", "stale", "blend", "shuffled", "fresh"}
 QUICK_WINDOWS = {"uniform", "fresh", "lives", "by-episode"}
 
 

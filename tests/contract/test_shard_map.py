@@ -30,7 +30,7 @@ RUN = [
 ]
 
 # Some whose arguments may vary where the buffer does not.
-CHANGES = [(what, "buffer") for what in ("update_priority", "update_score", "set_field")]
+CHANGES = ("update_priority", "update_score", "set_field")
 
 
 def on_every_device(function, mesh):
@@ -76,15 +76,21 @@ def test_every_operation_passes_the_checks_and_uses_no_key_twice(name, what):
     assert all(leaf.shape[0] == DEVICES for leaf in out)
 
 
-SHARED = [
-    (*case, shared)
+SHARED_BUFFER = [
+    (*case, "buffer")
     for case in operations.CASES
-    for shared in ("buffer", "key")
-    if case[1].startswith("sample") or (case[1], shared) in CHANGES
+    if case[1].startswith("sample") or case[1] in CHANGES
 ]
+SHARED_KEY = [(*case, "key") for case in operations.CASES if case[1].startswith("sample")]
 
 
-@pytest.mark.parametrize(("name", "what", "shared"), operations.pairs(SHARED))
+@pytest.mark.parametrize(
+    ("name", "what", "shared"),
+    operations.pairs(SHARED_BUFFER)
+    + operations.quick(
+        SHARED_KEY, [(name, "sample", "key") for name in ("prioritized", "windows-prioritized")]
+    ),
+)
 def test_devices_may_share_the_buffer_or_the_key(name, what, shared):
     """Once a device changes the buffer that they share, it has one of its own."""
     _, function = operations.OPERATIONS[what]

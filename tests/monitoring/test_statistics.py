@@ -157,6 +157,7 @@ def test_a_queue():
         statistics.sampled(queue, batch, priority=jnp.ones(4))
 
 
+@pytest.mark.slow
 def test_one_part_of_a_mixture():
     """Its statistics are those of sampling that part alone, for the rows that it gave."""
     freshness = jaxbuf.Freshness(max_staleness=9)

@@ -238,6 +238,7 @@ def test_episodes_are_equally_likely_and_so_are_their_windows(options, expected)
     assert float(buffer.metrics()["effective_sample_size"]) == pytest.approx(size)
 
 
+@pytest.mark.slow
 def test_what_has_left_does_not_count():
     buffer = rings(1, parts=(jaxbuf.Removable(),), freshness=jaxbuf.Freshness(max_use=1))
     buffer = buffer.add(episodes(6, 1, 9))

@@ -120,6 +120,7 @@ def test_stale_items_are_found_in_every_block():
         testing.assert_valid(buffer)
 
 
+@pytest.mark.slow
 def test_retirement_passes_over_no_array_of_all_slots():
     """In a scan in which some items retire at each turn, XLA needs no array of that size."""
     slots = 2**16

@@ -105,6 +105,7 @@ def test_a_share_that_is_no_whole_number_of_rows_is_rounded():
         np.testing.assert_allclose(told, recent / 4 + (1 - recent / 4) / 100, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_recent_half_skips_what_has_retired():
     sampler = jaxbuf.Recent(ratio=0.5, steps=4)
     freshness = jaxbuf.Freshness(max_use=1)
