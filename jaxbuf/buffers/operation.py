@@ -35,7 +35,6 @@ class Operation:
     Attributes:
         declared: The method that declares its name, its signature and its docstring.
         about: What its program must know; see ``jaxbuf.core.program.About``.
-        slots: The argument that holds the slots of rows ``[B]``; None if it has none.
         needs: What a buffer must be able to do; one of its ``abilities``.
         changes: Whether it returns the changed buffer, alone or first of all; else it returns a
             value for each row, or a sample.
@@ -47,7 +46,6 @@ class Operation:
 
     declared: Function
     about: About
-    slots: str | None
     needs: str
     changes: bool
     rows: str | None
@@ -59,6 +57,11 @@ class Operation:
         """The parameters by name, without ``self``."""
         _, *named = inspect.signature(self.declared).parameters.values()
         return {parameter.name: parameter for parameter in named}
+
+    @property
+    def takes_slots(self) -> bool:
+        """True if it has an argument ``slots``, which names its rows, ``[B]``."""
+        return "slots" in self.parameters
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -130,7 +133,6 @@ def given(options: dict[str, Any], nones: tuple[str, ...] = ()) -> dict[str, Any
 
 def operation(
     *,
-    slots: str | None = None,
     needs: str = "contents",
     changes: bool = True,
     rows: str | None = None,
@@ -146,7 +148,7 @@ def operation(
 
     def decorate(declared: Callable[P, R]) -> Callable[P, R]:
         facts: About = {**_SHARED, **about, "copies": changes}
-        description = Operation(declared, facts, slots, needs, changes, rows, by_member, nones)
+        description = Operation(declared, facts, needs, changes, rows, by_member, nones)
         vars(declared)["operation"] = description
 
         @functools.wraps(declared)

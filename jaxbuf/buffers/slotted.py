@@ -259,7 +259,6 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(
-        slots="slots",
         needs="priorities",
         keeps=("data", "extra_states"),
         reads=("occupancy", "hyperparameters"),
@@ -291,7 +290,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", static=("path",), stored=("value",))
+    @operation(static=("path",), stored=("value",))
     def set_field(
         self,
         path: str | None,
@@ -379,7 +378,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="scores", keeps=("data",))
+    @operation(needs="scores", keeps=("data",))
     def update_score(
         self,
         slots: Slots,
@@ -414,7 +413,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="removal", keeps=("data",))
+    @operation(needs="removal", keeps=("data",))
     def remove(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
         """Removes sampled items, or windows; the steps of windows stay.
 
@@ -443,7 +442,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", changes=False, keeps=("data",))
+    @operation(changes=False, keeps=("data",))
     def holds(self, slots: Slots) -> Mask:
         """Returns whether sampled items are still there, and whether windows can be drawn, ``[B]``.
 
@@ -452,7 +451,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(by_member=False, slots="slots", changes=False, rows="slots")
+    @operation(by_member=False, changes=False, rows="slots")
     def get(self, slots: Slots) -> Sample:
         """Returns items, or windows, by the slots of an earlier sample.
 
@@ -477,7 +476,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="freshness", keeps=("data",))
+    @operation(needs="freshness", keeps=("data",))
     def mark_used(self, slots: Slots, *, mask: Bool[ArrayLike, " B"] | None = None) -> Self:
         """Counts a use of each sampled item, or window, and retires items used ``max_use`` times.
 
@@ -513,7 +512,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="freshness", changes=False, keeps=("data",))
+    @operation(needs="freshness", changes=False, keeps=("data",))
     def use_count(self, slots: Slots) -> Integers:
         """Returns the number of uses of each sampled item, ``[B]``; 0 if the item has left.
 
@@ -522,7 +521,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(slots="slots", needs="freshness", changes=False, keeps=("data",))
+    @operation(needs="freshness", changes=False, keeps=("data",))
     def staleness(self, slots: Slots) -> Integers:
         """Returns the staleness of each sampled item, in versions, ``[B]``; 0 if the item has left.
 
@@ -739,7 +738,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(by_member=False, slots="slots", needs="environments", changes=False, keeps=("data",))
+    @operation(by_member=False, needs="environments", changes=False, keeps=("data",))
     def locate(self, slots: Slots) -> tuple[Index, Words]:
         """Returns the environment of each sampled window, and the position of its first step.
 
@@ -816,7 +815,6 @@ class SlottedBuffer(Buffer):
         raise NotImplementedError
 
     @operation(
-        slots="slots",
         needs="environments",
         changes=False,
         static=("path",),
@@ -908,9 +906,7 @@ class SlottedBuffer(Buffer):
         """
         raise NotImplementedError
 
-    @operation(
-        slots="slots", needs="episodes", changes=False, static=("sequence_length",), keeps=("data",)
-    )
+    @operation(needs="episodes", changes=False, static=("sequence_length",), keeps=("data",))
     def episode_mask(
         self, slots: Slots, *, sequence_length: int | None = None
     ) -> Bool[Array, "B S"]:

@@ -234,8 +234,8 @@ class Hosted(OwnPrograms, SlottedBuffer, Described):
                 devices of ``to``.
         """
         arguments = self._on_host(operation.name, arguments)
-        if operation.slots is not None:
-            check_slots(arguments[operation.slots], operation.slots)
+        if operation.takes_slots:
+            check_slots(arguments["slots"])
         if operation.rows is not None and operation.changes:
             # A later error would come after the buffer was donated.
             self._check_rows(check_batch_size(arguments[operation.rows]))

@@ -624,15 +624,15 @@ class Mixture(SlottedBuffer, Described):
             raise operation.lacking(
                 self, f"ask one of the parts: mixture.parts[i].{operation.name}(...)"
             )
-        parts, argument = list(self.parts), operation.slots
-        if argument is None:
+        parts = list(self.parts)
+        if not operation.takes_slots:
             for i in self._able_parts(operation.name, operation.needs):
                 parts[i] = operation.call_on(parts[i], arguments)
             return trees.updated(self, parts=tuple(parts))
-        slots = check_slots(arguments[argument])
+        slots = check_slots(arguments["slots"])
 
         def perform(i: int, part_slots: Slots) -> Any:
-            return operation.call_on(parts[i], arguments | {argument: part_slots})
+            return operation.call_on(parts[i], arguments | {"slots": part_slots})
 
         if not operation.changes:
             return self._of_slots(operation.name, operation.needs, slots, perform)

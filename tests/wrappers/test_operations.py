@@ -125,7 +125,7 @@ def arguments(name, buffer, slots):
         "slots_at": ((envs, positions), {}),
         "get_field": (("x", envs, positions), {}),
         "steps_around": ((slots, jnp.array([-9, 0, 2, 1])), {}),
-    }.get(name, ((slots,), {}) if DECLARED[name].slots or name == "episode" else ((), {}))
+    }.get(name, ((slots,), {}) if DECLARED[name].takes_slots or name == "episode" else ((), {}))
 
 
 def negative(steps):
@@ -163,7 +163,7 @@ def check_kind(out, buffer, name):
 ROUTED = [
     name
     for name, operation in DECLARED.items()
-    if operation.slots and name not in ("get", "locate")
+    if operation.takes_slots and name not in ("get", "locate")
 ]
 
 

@@ -172,7 +172,7 @@ def test_what_are_no_slots_of_rows_is_refused_by_everything_that_takes_slots(kin
                     getattr(buffer, name)(*args, **options)
 
     for of_items in (False, True):
-        taking = {name for name in DECLARED if DECLARED[name].slots} - LACKS.get(kind, set())
+        taking = {name for name in DECLARED if DECLARED[name].takes_slots} - LACKS.get(kind, set())
         names = sorted(taking & OF_ITEMS if of_items else taking - OF_ITEMS)
         make = WRAPPERS[kind][of_items]
         # One trace for all calls; a hosted buffer is called from Python.

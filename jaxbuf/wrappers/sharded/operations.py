@@ -326,7 +326,7 @@ def cast_arguments(
     """
     arrays: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name == operation.slots:
+        if name == "slots":
             arrays[name] = check_slots(value)
         elif name in operation.about.get("stored", ()):
             like = fields.stored(shards.data, arguments["path"], f"{shards.unit} have")

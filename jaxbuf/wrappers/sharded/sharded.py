@@ -320,21 +320,21 @@ class Sharded(SlottedBuffer, ShardedFields):
                 f"jax.vmap(lambda shard: shard.{operation.name}(...))(sharded.shards)",
             )
         shapes = on_shards.result_shapes(self.shards, operation, arguments)
-        rows, slots = on_shards.cast_arguments(self.shards, operation, arguments), operation.slots
-        if slots is None:
+        rows = on_shards.cast_arguments(self.shards, operation, arguments)
+        if not operation.takes_slots:
             return on_shards.change_each(
                 self, lambda shard, rows: operation.call_on(shard, arguments | rows), (rows,)
             )
-        all_slots, mask = rows[slots], rows.get("mask")
-        self._check_rows(slots, all_slots.index.shape[0])
+        all_slots, mask = rows["slots"], rows.get("mask")
+        self._check_rows("slots", all_slots.index.shape[0])
         if mask is not None and mask.ndim == 1:
             # Rows that are masked out travel as slots that are out of range.
             index = jnp.where(rows.pop("mask"), all_slots.index, self.capacity)
-            rows[slots], arguments = all_slots.replace(index=index), arguments | {"mask": None}
+            rows["slots"], arguments = all_slots.replace(index=index), arguments | {"mask": None}
 
         def perform(shard: SampledBuffer, shard_id: Array, rows: dict[str, Any]) -> Any:
-            inside = on_shards.shard_slots(rows[slots], shard_id, shard.capacity)
-            return operation.call_on(shard, arguments | rows | {slots: inside})
+            inside = on_shards.shard_slots(rows["slots"], shard_id, shard.capacity)
+            return operation.call_on(shard, arguments | rows | {"slots": inside})
 
         if operation.changes:
             return on_shards.change_rows(self, rows, perform)
