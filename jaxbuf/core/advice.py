@@ -1,21 +1,25 @@
 """Warnings of calls from Python that work, but slowly, or not on all rows."""
 
 import collections
+import inspect
 import warnings
 from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
-
-from jaxbuf.core.shapes import caller_level
+from jaxtyping import PyTree
 
 _COPIES, _COPIED_BYTES = 100, 2**20
 _LOOKS, _LOOKED_ROWS = 10, 2**16
+_SHAPES = 10
 # The number of calls of each method of each class that copied much.
 _copies: collections.Counter[tuple[type, str]] = collections.Counter()
 # The number of calls whose priorities are still looked at.
 _looks_left = _LOOKS
+# The hashes of the shapes of each configuration, by its own hash, so that nothing of the caller is
+# kept alive; None after the warning.
+_shapes: dict[int, set[int] | None] = {}
 
 
 def note_copy(buffer: object, method: str, nbytes: int) -> None:
@@ -35,6 +39,31 @@ def note_copy(buffer: object, method: str, nbytes: int) -> None:
             "buffer",
             stacklevel=caller_level(),
         )
+
+
+def note_shapes(buffer: PyTree, items: PyTree, call: str) -> None:
+    """Notes the shapes for which a program is traced, and warns once, at the tenth.
+
+    Args:
+        buffer: The buffer; those with one configuration share their programs.
+        items: The rows that it gets.
+        call: The name of the function, for the warning.
+    """
+    # The hash of a structure alone leaves out the options in it.
+    sizes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(buffer))
+    configuration = hash((call, str(jax.tree.structure(buffer)), sizes))
+    shapes = _shapes.setdefault(configuration, set())
+    if shapes is None:
+        return
+    shapes.add(hash(tuple(np.shape(leaf) for leaf in jax.tree.leaves(items))))
+    if len(shapes) < _SHAPES:
+        return
+    _shapes[configuration] = None
+    warnings.warn(
+        f"{call} was compiled for {_SHAPES} different shapes of rows, each of which takes time and "
+        "memory; pad rows to a few sizes, such as powers of two, and mark the real ones with mask=",
+        stacklevel=caller_level(),
+    )
 
 
 def looks_left() -> int:
@@ -62,3 +91,11 @@ def note_priorities(priority: ArrayLike, mask: ArrayLike | None) -> None:
             'metrics()["rejected"]; of signed TD errors pass jnp.abs(td_error)',
             stacklevel=caller_level(),
         )
+
+
+def caller_level() -> int:
+    """Returns the level on the stack of the caller outside of JAX and of this library."""
+    frame, level = inspect.currentframe(), 0
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("jax", "jaxbuf"):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxbuf.core import advice, fields, guesses, native, numbers, shapes, trees
+from jaxbuf.core import advice, fields, guesses, native, numbers, trees
 from jaxbuf.core.donation import check_apart, check_not_donated, check_single, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
@@ -343,7 +343,7 @@ def _compile(
     def run(first: Any, read: dict[str, Any], traced: dict[str, Any]) -> Any:
         for name in program.stored:
             if name in traced:
-                shapes.note(first, traced[name], program.function.__name__)
+                advice.note_shapes(first, traced[name], program.function.__name__)
         if read:
             first = trees.updated(first, **read)
         args = (first,) if program.is_method else ()

@@ -11,7 +11,7 @@ import pytest
 
 import jaxbuf
 from jaxbuf.buffers import doors
-from jaxbuf.core import shapes
+from jaxbuf.core import advice
 from jaxbuf.testing import assert_no_copy
 from tests import traces
 
@@ -285,7 +285,7 @@ def test_buffers_built_alike_share_a_trace_and_others_do_not():
 @pytest.mark.filterwarnings("error")
 def test_many_lengths_warn_once_and_say_what_to_do(monkeypatch):
     # The count begins here, whatever other tests had.
-    monkeypatch.setattr(shapes, "_seen", {})
+    monkeypatch.setattr(advice, "_shapes", {})
     buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 1213)
 
     def add(buffer, lengths):

@@ -14,7 +14,7 @@ from flax import nnx
 import jaxbuf
 from jaxbuf.buffers import buffer as any_buffer
 from jaxbuf.buffers import doors
-from jaxbuf.core import program, shapes
+from jaxbuf.core import advice, program
 
 ITEM = {"obs": jnp.float32(0), "value": jnp.float32(0)}
 
@@ -195,7 +195,7 @@ def test_the_warning_of_many_shapes_keeps_no_configuration():
     def change(captured):
         diversity = jaxbuf.Diversity(field=lambda item: item + captured)
         buffer = jaxbuf.ItemBuffer.create(jnp.zeros(8), 4, diversity=diversity)
-        shapes.note(buffer, jnp.zeros((2, 8)), "add")
+        advice.note_shapes(buffer, jnp.zeros((2, 8)), "add")
 
     assert kept(change) == 0
 
