@@ -44,8 +44,8 @@ def check_state(method: Callable[..., Any], before: State, after: State) -> Stat
     """
     if _is_ours(method):
         return after
-    expected, structure = (jax.tree.structure(state) for state in (before, after))
-    if structure != expected:
+    if not trees.alike(before, after):
+        expected, structure = (jax.tree.structure(state) for state in (before, after))
         returned = "None" if after is None else f"{structure}"
         raise ValueError(
             f"{_name_of(method)} returned {returned}; expected a new state, {expected}"

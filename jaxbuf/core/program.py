@@ -223,7 +223,7 @@ class Program:
         platform = platform_of(one_leaf(first if self.is_method else traced))
         if len(fixed) > 1:
             fixed = dict(sorted(fixed.items()))
-        run = make(self, bool(donate), platform, tuple(fixed), *fixed.values())
+        run = make(self, type(first), bool(donate), platform, tuple(fixed), *fixed.values())
         result = run(first, read, traced)
         if self.copies and not donate:
             result, copied = result
@@ -335,9 +335,15 @@ def _options(platform: str) -> dict[str, str] | None:
 
 
 def _compile(
-    program: Program, donate: bool, platform: str, names: tuple[str, ...], *values: Any
+    program: Program,
+    kind: type,
+    donate: bool,
+    platform: str,
+    names: tuple[str, ...],
+    *values: Any,
 ) -> Function:
-    """Returns a new jitted form of a program for a platform and static arguments."""
+    """Returns a new jitted form of a program for a class, a platform and static arguments."""
+    del kind  # JAX might take the program of another class for this one's; see ``trees.alike``.
     fixed = dict(zip(names, values, strict=True))
 
     def run(first: Any, read: dict[str, Any], traced: dict[str, Any]) -> Any:

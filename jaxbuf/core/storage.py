@@ -331,9 +331,9 @@ def select(index: Int[Array, "..."], storage: Arrays) -> Arrays:
 
 
 def _check_structure(storage: PyTree, items: PyTree, name: str) -> None:
-    want, got = jax.tree.structure(storage), jax.tree.structure(items)
-    if want == got:
+    if trees.alike(storage, items):
         return
+    want, got = jax.tree.structure(storage), jax.tree.structure(items)
     # A list of rows, as a Python loop collects them.
     if isinstance(items, list | tuple) and items and jax.tree.structure(items[0]) == want:
         rows: Any = items

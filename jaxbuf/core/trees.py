@@ -8,7 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PyTree
 
 Tree = TypeVar("Tree")
 
@@ -113,6 +113,37 @@ def plain(tree: object) -> Any:
     return jax.tree.map(convert, tree, is_leaf=is_mapping)
 
 
+def alike(tree: PyTree, other: PyTree) -> bool:
+    """Returns whether two pytrees have one structure, and leaves of the same names.
+
+    JAX finds two dataclasses equal that have as many fields and the same static ones, whatever the
+    fields are called. Seen in jax 0.10.2 to 0.12.0.1.
+
+    Example:
+        >>> import dataclasses, jax, jax.numpy as jnp
+        >>> @jax.tree_util.register_dataclass
+        ... @dataclasses.dataclass
+        ... class Step:
+        ...     obs: jax.Array
+        ...     reward: jax.Array
+        >>> @jax.tree_util.register_dataclass
+        ... @dataclasses.dataclass
+        ... class Turned:
+        ...     reward: jax.Array
+        ...     obs: jax.Array
+        >>> jax.tree.structure(Step(0, 1)) == jax.tree.structure(Turned(0, 1))
+        True
+        >>> alike(Step(0, 1), Turned(0, 1)), alike(Step(0, 1), Step(2, 3))
+        (False, True)
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        return False
+    ours, theirs = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(one)] for one in (tree, other)
+    )
+    return ours == theirs
+
+
 def match(like: object, tree: Tree) -> Tree:
     """Returns a tree in the structure of another one, where only their mappings differ.
 
@@ -132,11 +163,11 @@ def match(like: object, tree: Tree) -> Tree:
         >>> match({"a": 0, "b": 0}, collections.OrderedDict(b=1, a=2))
         {'a': 2, 'b': 1}
     """
-    want = jax.tree.structure(like)
-    if jax.tree.structure(tree) == want:
+    if alike(tree, like):
         return tree
+    want = jax.tree.structure(like)
     names, values = plain(jax.tree.unflatten(want, range(want.num_leaves))), plain(tree)
-    if jax.tree.structure(names) != jax.tree.structure(values):
+    if not alike(names, values):
         return tree
     by_name = dict(zip(jax.tree.leaves(names), jax.tree.leaves(values), strict=True))
     return jax.tree.unflatten(want, [by_name[i] for i in range(want.num_leaves)])

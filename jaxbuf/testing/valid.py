@@ -125,8 +125,17 @@ def _check_structures(name: str, buffer: Any) -> Iterator[str]:
             )
 
 
-@jax.jit
-def _live(occupancy: Occupancy, slot: Int[Array, " N"]) -> Bool[Array, " N"]:
+def _live(buffer: Any) -> Bool[Array, " N"]:
+    """Returns whether each slot is live."""
+    return _live_slots(type(buffer.occupancy), buffer.occupancy, _slots(buffer))
+
+
+# JAX may take the program of another class for this one's; see ``trees.alike``.
+@functools.partial(jax.jit, static_argnums=0)
+def _live_slots(
+    kind: type[Occupancy], occupancy: Occupancy, slot: Int[Array, " N"]
+) -> Bool[Array, " N"]:
+    del kind
     return occupancy.live(slot)
 
 
@@ -138,18 +147,24 @@ def _slots(buffer: Any) -> Int[Array, " N"]:
 def _check_members(name: str, buffer: Any) -> Iterator[str]:
     """Checks that live slots hold items, and that what the occupancy records of them is right."""
     occupancy = buffer.occupancy
-    live = _live(occupancy, _slots(buffer))
+    live = _live(buffer)
     if buffer.episodes is not None and buffer.episodes.pads:
         # Of a short window, only the first step must be in its ring.
         occupancy = occupancy.with_places(occupancy.places.replace(sequence_length=1))
     yield from occupancy.check_items(f"{name}.occupancy", live)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _distribution(
-    sampler: Sampler, values: PyTree, state: PyTree, occupancy: Occupancy, slot: Int[Array, " N"]
+    sampler: Sampler,
+    kind: type[Occupancy],
+    values: PyTree,
+    state: PyTree,
+    occupancy: Occupancy,
+    slot: Int[Array, " N"],
 ) -> tuple[Count, Number, Float[Array, " N"] | None]:
     """Returns the count and least probability of a sampler's support, and all probabilities."""
+    del kind
     sampler = bind(sampler, values)
     support = sampler.support(state, occupancy)
     return support.count, support.least_probability, sampler.probability(state, slot, occupancy)
@@ -159,8 +174,7 @@ def _check_sampler(name: str, buffer: Any) -> Iterator[str]:
     """Checks that a sampler draws live items only, with probabilities that sum to 1."""
     if buffer.is_queue:
         return
-    slot = _slots(buffer)
-    live = np.asarray(_live(buffer.occupancy, slot))
+    live = np.asarray(_live(buffer))
     size = int(live.sum())
     yield from first_wrong(
         f"{name}.occupancy.size",
@@ -175,8 +189,10 @@ def _check_sampler(name: str, buffer: Any) -> Iterator[str]:
     yield from buffer.bound_sampler.check_valid(
         state, f"{name}.sampler_state", live, buffer.occupancy
     )
-    values = buffer.hyperparameters
-    count, least, probability = _distribution(buffer.sampler, values, state, buffer.occupancy, slot)
+    values, occupancy = buffer.hyperparameters, buffer.occupancy
+    count, least, probability = _distribution(
+        buffer.sampler, type(occupancy), values, state, occupancy, _slots(buffer)
+    )
     if not 0 <= count <= size:
         yield f"{name}.support().count is {count}; expected at most the size, {size}"
     if not 0 <= least <= 1:
@@ -193,7 +209,7 @@ def _check_sampler(name: str, buffer: Any) -> Iterator[str]:
 
 def _check_parts(name: str, buffer: Any) -> Iterator[str]:
     """Checks the states of the parts."""
-    live = np.asarray(_live(buffer.occupancy, _slots(buffer)))
+    live = np.asarray(_live(buffer))
     for part, state in zip(buffer.extras, buffer.extra_states, strict=True):
         yield from part.check_valid(state, name, live, buffer.data)
 

@@ -369,7 +369,7 @@ class Mixture(SlottedBuffer, Described):
                 built like the present part.
         """
         i = self._check_part(part)
-        if jax.tree.structure(buffer) != jax.tree.structure(self.parts[i]):
+        if not trees.alike(buffer, self.parts[i]):
             raise ValueError(f"buffer is not built like parts[{i}]; create another mixture for it")
         return self.replace(parts=(*self.parts[:i], buffer, *self.parts[i + 1 :]))
 
@@ -1035,7 +1035,7 @@ def _check_samples_alike(parts: tuple[DrawnBuffer, ...]) -> None:
     rows = [row_of(part) for part in parts]
     expected = jax.tree_util.tree_leaves_with_path(rows[0])
     for i, other in enumerate(rows[1:], start=1):
-        if jax.tree.structure(other) != jax.tree.structure(rows[0]):
+        if not trees.alike(other, rows[0]):
             raise ValueError(
                 f"samples of buffers[{i}] have another structure than those of buffers[0]: "
                 f"{jax.tree.structure(other)}, not {jax.tree.structure(rows[0])}"

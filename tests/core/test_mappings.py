@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import jaxbuf
 import jaxbuf.testing
@@ -75,6 +76,29 @@ def test_other_names_are_named():
     other = ORDERED(obs=ORDERED(z=jnp.ones(1), b=jnp.ones(1)), reward=jnp.ones(1))
     with pytest.raises(ValueError, match=r"\['obs'\]\['a'\] is missing; .*\['b'\] is not in"):
         buffer.add(other)
+
+
+class Step(struct.PyTreeNode):
+    obs: jax.Array
+    reward: jax.Array
+
+
+class Turned(struct.PyTreeNode):
+    reward: jax.Array
+    obs: jax.Array
+
+
+def test_fields_of_another_name_are_refused_although_jax_finds_the_two_equal():
+    number = jnp.float32(0)
+    assert jax.tree.structure(Step(number, number)) == jax.tree.structure(Turned(number, number))
+    buffer = jaxbuf.ItemBuffer.create(Step(number, number), 4)
+    turned = Turned(obs=jnp.ones(2), reward=jnp.zeros(2))
+    for add in (buffer.add, jax.jit(lambda items: buffer.add(items))):
+        with pytest.raises(ValueError, match=r"CustomNode\(Turned.*; the example is .*Step"):
+            add(turned)
+    other = jaxbuf.ItemBuffer.create(Turned(number, number), 4)
+    with pytest.raises(ValueError, match=r"samples of buffers\[1\] have another structure"):
+        jaxbuf.Mixture.create([buffer, other], [1, 1])
 
 
 def test_a_store_keeps_names(tmp_path):
