@@ -56,7 +56,7 @@ demo-mpi: export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 demo-mpi: $(STAMPS)/demo $(MPI_STAMP)  ## train GFlowNets on several ranks with a shared buffer (RANKS: how many; ARGS)
 	@$(or $(MPIEXEC),.venv/bin/mpiexec) -n $(RANKS) $(RUN) examples/gflownet_mpi.py $(ARGS)
 
-test: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the tests of the library and its pages, 10 to 20 minutes (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
+test: $(STAMPS)/test $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run the tests of the library and its pages, about 10 minutes (MPI=0: without MPI; JOBS: processes; ARGS: for pytest)
 	@MPI=$(MPI) $(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(STAMPS)/test $(STAMPS)/site $(if $(filter 0,$(MPI)),,$(MPI_STAMP))  ## run all tests, half an hour: training, kills, notebooks, more MPI ranks as well (MPI, JOBS, ARGS)

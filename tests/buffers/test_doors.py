@@ -171,7 +171,8 @@ def test_a_donated_buffer_is_updated_where_it_is_and_another_stays(name, make, o
         with pytest.raises(ValueError, match="was donated"):
             function(old, *args, **options)
         if not turn:
-            chex.assert_trees_all_equal(buffer, expected)
+            # Not the buffer itself: in jax 0.11.2 what was fetched is not updated in place after.
+            chex.assert_trees_all_equal(jax.tree.map(jnp.copy, buffer), expected)
     with traces.counted_traces() as traced:
         kept = changed(function(make(), *args, donate=False, **options))
     assert bool(traced) == again
