@@ -117,7 +117,7 @@ def alike(tree: PyTree, other: PyTree) -> bool:
     """Returns whether two pytrees have one structure, and leaves of the same names.
 
     JAX finds two dataclasses equal that have as many fields and the same static ones, whatever the
-    fields are called. Seen in jax 0.10.2 to 0.12.0.1.
+    fields are called. Seen in jax 0.10.2 to 0.12.0.1, not in 0.8.0.
 
     Example:
         >>> import dataclasses, jax, jax.numpy as jnp
@@ -131,8 +131,6 @@ def alike(tree: PyTree, other: PyTree) -> bool:
         ... class Turned:
         ...     reward: jax.Array
         ...     obs: jax.Array
-        >>> jax.tree.structure(Step(0, 1)) == jax.tree.structure(Turned(0, 1))
-        True
         >>> alike(Step(0, 1), Turned(0, 1)), alike(Step(0, 1), Step(2, 3))
         (False, True)
     """

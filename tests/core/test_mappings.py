@@ -88,9 +88,9 @@ class Turned(struct.PyTreeNode):
     obs: jax.Array
 
 
-def test_fields_of_another_name_are_refused_although_jax_finds_the_two_equal():
+def test_fields_of_another_name_are_refused():
+    """Although jax, since a version after 0.8.0, finds the two structures equal."""
     number = jnp.float32(0)
-    assert jax.tree.structure(Step(number, number)) == jax.tree.structure(Turned(number, number))
     buffer = jaxbuf.ItemBuffer.create(Step(number, number), 4)
     turned = Turned(obs=jnp.ones(2), reward=jnp.zeros(2))
     for add in (buffer.add, jax.jit(lambda items: buffer.add(items))):
