@@ -245,7 +245,7 @@ def _steps(episode: Any, like: dict[str, PyTree]) -> dict[str, PyTree]:
             _check_rows(selected[name], first + count, count, name)
             selected[name] = _index(selected[name], slice(first, first + count))
     steps = trees.match(like, selected)
-    if jax.tree.structure(like) == jax.tree.structure(steps):
+    if trees.alike(like, steps):
         steps = jax.tree_util.tree_map_with_path(
             lambda path, x, y: numbers.convert(
                 np.asarray(x), "episode" + jax.tree_util.keystr(path), y.dtype

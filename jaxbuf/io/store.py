@@ -910,7 +910,7 @@ class Store:
                 return leaf
             return jax.ShapeDtypeStruct(aval.shape, like.dtype)
 
-        if jax.tree.structure(items) == jax.tree.structure(self._like):
+        if trees.alike(items, self._like):
             items = jax.tree.map_with_path(stored, items, self._like)
         with jax.enable_x64(True):
             items = jax.tree.map_with_path(

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxbuf.core import trees
 from jaxbuf.core.problems import differing
 from jaxbuf.core.sizes import check_count, format_bytes
 from jaxbuf.io.checkpoint import load, save
@@ -164,7 +165,7 @@ def _differences(
 ) -> list[str]:
     problems: list[str] = []
     for name, tree, like in zip(("buffer", "outputs"), run, expected, strict=True):
-        if jax.tree.structure(tree) != jax.tree.structure(like):
+        if not trees.alike(tree, like):
             return [f"{name} is not built as before"]
         problems += differing(name, tree, like, "as without a checkpoint")
     return problems

@@ -154,14 +154,17 @@ def test_underfull_gives_an_invalid_sample(sampler):
 
 @pytest.mark.parametrize(
     ("sampler", "masses"),
-    [
-        (jaxbuf.Uniform(), [1, 1, 1, 1, 1, 1, 1]),
-        pytest.param(
-            *(jaxbuf.Prioritized(alpha=1.0, stratified=False), [3, 1, 0, 2, 6, 1, 2]),
-            marks=pytest.mark.slow,
-        ),
-        (jaxbuf.Prioritized(alpha=1.0), [3, 1, 0, 2, 6, 1, 2]),
-    ],
+    quick(
+        [
+            (jaxbuf.Uniform(), [1, 1, 1, 1, 1, 1, 1]),
+            (jaxbuf.Prioritized(alpha=1.0, stratified=False), [3, 1, 0, 2, 6, 1, 2]),
+            (jaxbuf.Prioritized(alpha=1.0), [3, 1, 0, 2, 6, 1, 2]),
+        ],
+        [
+            (jaxbuf.Uniform(), [1, 1, 1, 1, 1, 1, 1]),
+            (jaxbuf.Prioritized(alpha=1.0), [3, 1, 0, 2, 6, 1, 2]),
+        ],
+    ),
 )
 def test_frequencies_are_the_probabilities(sampler, masses):
     """Chi-square at the 0.1 % level, rings of different fill, one of them wrapped."""

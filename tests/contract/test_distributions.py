@@ -221,21 +221,15 @@ def law_of_orders(masses, draws):
 
 @pytest.mark.parametrize(
     ("sampler", "priorities", "draws"),
-    [
-        pytest.param(
-            *(jaxbuf.Prioritized(alpha=1.0, replacement=False), (1.0, 0.0, 3.0, 6.0), 2),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(jaxbuf.Prioritized(alpha=1.0, replacement=False), (9.0, 1.0, 1.0, 2.0), 3),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, replacement=False), (1.0, 0.0, 4.0), 2),
-            marks=pytest.mark.slow,
-        ),
-        (jaxbuf.Uniform(replacement=False), [1.0] * 5, 3),
-    ],
+    quick(
+        [
+            (jaxbuf.Prioritized(alpha=1.0, replacement=False), (1.0, 0.0, 3.0, 6.0), 2),
+            (jaxbuf.Prioritized(alpha=1.0, replacement=False), (9.0, 1.0, 1.0, 2.0), 3),
+            (jaxbuf.Prioritized(alpha=0.5, epsilon=0.1, replacement=False), (1.0, 0.0, 4.0), 2),
+            (jaxbuf.Uniform(replacement=False), [1.0] * 5, 3),
+        ],
+        [(jaxbuf.Uniform(replacement=False), [1.0] * 5, 3)],
+    ),
 )
 def test_without_replacement_is_successive_drawing(sampler, priorities, draws):
     drawn = samples(numbered(sampler, priorities, capacity=6), draws, 2 * DRAWS, seed=11)

@@ -88,7 +88,7 @@ class Turned(struct.PyTreeNode):
     obs: jax.Array
 
 
-def test_fields_of_another_name_are_refused():
+def test_fields_of_another_name_are_refused(tmp_path):
     """Although jax, since a version after 0.8.0, finds the two structures equal."""
     number = jnp.float32(0)
     buffer = jaxbuf.ItemBuffer.create(Step(number, number), 4)
@@ -99,6 +99,11 @@ def test_fields_of_another_name_are_refused():
     other = jaxbuf.ItemBuffer.create(Turned(number, number), 4)
     with pytest.raises(ValueError, match=r"samples of buffers\[1\] have another structure"):
         jaxbuf.Mixture.create([buffer, other], [1, 1])
+    with (
+        Store(tmp_path / "s", Step(number, number)) as store,
+        pytest.raises(ValueError, match=r"items is .*Turned.*; the example is .*Step"),
+    ):
+        store.append(turned)
 
 
 def test_a_store_keeps_names(tmp_path):

@@ -203,30 +203,23 @@ EXPECTED = uniform_over([4, 5], [6], range(7, 16), range(16, 20))
 CROSSING = {"sequence_length": 3}
 AVOIDING = {"sequence_length": 3, "episodes": jaxbuf.Episodes(boundary="avoid")}
 WHOLE = jaxbuf.Episodes(boundary="avoid", short_windows="never")
+OF_THREE = uniform_over([4, 5], [6], range(7, 16), [16, 17])
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({}, EXPECTED),
-        pytest.param(
-            CROSSING, uniform_over([4, 5], [6], range(7, 16), [16, 17]), marks=pytest.mark.slow
-        ),
-        (AVOIDING, uniform_over([4, 5], [6], range(7, 16), [16, 17])),
-        pytest.param(
-            *(AVOIDING | {"episodes": WHOLE}, uniform_over(range(7, 14), [16, 17])),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *({"num_earliest_ignored": 3}, uniform_over(range(7, 16), range(16, 20))),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *({"period": 2}, uniform_over([4], [6], range(8, 16, 2), [16, 18])),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"period": 8}, uniform_over([8], [16]), marks=pytest.mark.slow),
-    ],
+    quick(
+        [
+            ({}, EXPECTED),
+            (CROSSING, OF_THREE),
+            (AVOIDING, OF_THREE),
+            (AVOIDING | {"episodes": WHOLE}, uniform_over(range(7, 14), [16, 17])),
+            ({"num_earliest_ignored": 3}, uniform_over(range(7, 16), range(16, 20))),
+            ({"period": 2}, uniform_over([4], [6], range(8, 16, 2), [16, 18])),
+            ({"period": 8}, uniform_over([8], [16])),
+        ],
+        [({}, EXPECTED), (AVOIDING, OF_THREE)],
+    ),
 )
 def test_episodes_are_equally_likely_and_so_are_their_windows(options, expected):
     buffer = rings(1, **options).add(episodes(6, 1, 9))
