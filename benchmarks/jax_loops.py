@@ -333,21 +333,29 @@ class ReplayContestant:
 
     def _dispatches(self, what: str, weights: bool) -> float:
         """Returns the seconds of empty calls with as many arrays as the calls of an operation."""
+        parts = ["add", "sample", "update"] if what == "cycle" else [what]
+        if self._binding.update is None and what == "cycle":
+            parts.remove("update")
+        return sum(limits.dispatch_seconds(*self.arrays(part, weights)) for part in parts)
+
+    def arrays(self, what: str, weights: bool = False) -> tuple[int, int, int]:
+        """Returns how many arrays a call from Python donates, is given besides, and makes.
+
+        Args:
+            what: An operation: "add", "sample" or "update".
+            weights: Whether a sample computes importance weights, in the same program.
+        """
         binding, state = self._binding, self._subject.state
         drawn = jax.eval_shape(binding.sample, state, self._keys[0])
         held, items, sampled, slots = (
             len(jax.tree.leaves(tree)) for tree in (state, self._items, drawn, binding.slots(drawn))
         )
-        seconds = {
-            "add": lambda: limits.dispatch_seconds(held, items, 0),
-            "sample": lambda: limits.dispatch_seconds(0, held + 1, sampled),
-            "update": lambda: limits.dispatch_seconds(held, slots + 1, 0),
+        known = {
+            "add": (held, items, 0),
+            "sample": (0, held + 1 + weights, sampled + weights),
+            "update": (held, slots + 1, 0),
         }
-        if binding.update is None:
-            del seconds["update"]
-        parts = list(seconds) if what == "cycle" else [what]
-        total = sum(seconds[part]() for part in parts)
-        return total + (limits.dispatch_seconds(0, 1, 1) if weights else 0.0)
+        return known[what]
 
     def facts(self) -> Mapping[str, str]:
         """Bytes of state beyond the data."""

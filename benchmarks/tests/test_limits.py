@@ -71,6 +71,15 @@ def test_rows_report_floors():
         assert all(floor > 0 for found in result.floors.values() for floor in found.values())
 
 
+def test_a_batch_and_its_weights_are_one_call():
+    contestant = ReplayContestant(per.bind_jaxbuf, WORKLOAD)
+    donated, given, made = contestant.arrays("sample")
+    assert (donated, made) == (0, 9)  # The five leaves, two of the slots, probability and valid.
+    assert contestant.arrays("sample", weights=True) == (0, given + 1, made + 1)
+    assert contestant.arrays("add") == (given - 1, 5, 0)
+    assert contestant.arrays("update") == (given - 1, 3, 0)
+
+
 def test_runs_are_merged_with_their_medians():
     class Timed(Contestant):
         def __init__(self, seconds):

@@ -346,8 +346,9 @@ def check_options(
         ValueError: If ``buffer`` is not a pytree with such a method, or the method does not take
             an option.
     """
-    function = _methods(type(buffer)).get(method)
-    if function is None or hasattr(function, "remedy") or jax.tree_util.all_leaves([buffer]):
+    function = _method(type(buffer), method)
+    is_tree = isinstance(buffer, Buffer) or not jax.tree_util.all_leaves([buffer])
+    if function is None or not is_tree:
         raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
     if not options:
         return function
@@ -368,6 +369,13 @@ def check_options(
 def _methods(kind: type) -> dict[str, Function]:
     """Returns the methods of a class by name, those of its bases included."""
     return dict(inspect.getmembers(kind, callable))
+
+
+@functools.lru_cache(maxsize=1024)
+def _method(kind: type, name: str) -> Function | None:
+    """Returns a method of a class; None if it lacks it, or has one that says what to use."""
+    method = _methods(kind).get(name)
+    return None if hasattr(method, "remedy") else method
 
 
 @functools.lru_cache(maxsize=1024)

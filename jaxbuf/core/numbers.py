@@ -1,7 +1,7 @@
 """Conversion of numbers from the dtype that they arrive in to the one that is stored."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -283,10 +283,11 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree] | None = None) ->
     """
     if like is None and isinstance(tree, int | float):
         return tree
+    by_name = type(tree) is dict and {*map(type, tree)} == {str}
+    if _are_arrays(tree.values() if by_name else [tree], like is not None):
+        return tree  # Like the items of most calls from Python, in which each step counts.
     leaves, treedef = trees.flatten(tree, name)
-    # Each look at a leaf counts in calls from Python, most of which have JAX's arrays alone.
-    are_arrays = all(map(trees.is_concrete, map(type, leaves)))
-    if are_arrays and (like is None or not any(map(_is_weak, leaves))):
+    if _are_arrays(leaves, like is not None):
         return tree
     loose: list[int] = []
     for i, leaf in enumerate(leaves):
@@ -303,6 +304,13 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree] | None = None) ->
         stored = kept[i].dtype if len(kept) == len(leaves) else None
         leaves[i] = _narrowed(leaves[i], label, stored)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _are_arrays(leaves: Collection[Any], stored: bool) -> bool:
+    """Returns whether all are arrays of JAX, and have their own dtypes if they will be stored."""
+    if not all(map(trees.is_concrete, map(type, leaves))):
+        return False
+    return not (stored and any(map(_is_weak, leaves)))
 
 
 def _narrowed(leaf: Any, label: str, stored: Dtype | None) -> Any:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 import jax
+import jax.extend.backend
 import numpy as np
 from jaxtyping import PyTree
 
@@ -26,6 +27,8 @@ from jaxbuf.core import advice, fields, guesses, native, numbers, trees
 from jaxbuf.core.donation import check_apart, check_not_donated, check_single, one_leaf
 from jaxbuf.core.random import check_key
 from jaxbuf.core.segment_tree import using_width, width_for
+from jaxbuf.core.slots import Slots
+from jaxbuf.core.trees import is_concrete
 from jaxbuf.core.types import Dtype, Function
 from jaxbuf.core.versions import takes_option, trace_state
 
@@ -128,6 +131,8 @@ class Program:
         self.reads, self.stored = about.get("reads", ()), about.get("stored", ())
         self.dtypes, self.infinite = about.get("dtypes", {}), about.get("infinite", ())
         self.keys = about.get("keys", ())
+        # Of these, JAX's arrays and floats go into the program without a look at their numbers.
+        self.untouched = self.traced - self.dtypes.keys() - {*self.stored}
         self.buffers, self.copies = about.get("buffers", ()), about.get("copies", False)
 
     def __call__(
@@ -148,13 +153,13 @@ class Program:
         if self.is_method:
             if not args:
                 return self.function(**options)  # Python says what is missing.
-            first = check_single(args[0])
-            if first is not args[0]:
-                args = (first, *args[1:])
+            first = args[0]
             alone = isinstance(first, OwnPrograms)
         else:
             alone = any(isinstance(x, OwnPrograms) for x in args)
         if alone or trace_state() != _OUTSIDE:
+            if self.is_method:
+                args = (check_single(first), *args[1:])
             return self.answered(*args, **options)
         try:
             return self._run(first, args, options, donate)
@@ -191,6 +196,10 @@ class Program:
     def _run(
         self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool | None
     ) -> Any:
+        # In line where it can be. In a loop with an environment, whose code has the caches between
+        # two calls, each function that a call enters takes a microsecond or two.
+        if self.is_method and not is_concrete(type(getattr(first, "__dict__", {}).get("counters"))):
+            first = check_single(first)
         values = args[1:] if self.is_method else args
         arguments = dict(zip(self.names, values, strict=False))
         if options:
@@ -205,7 +214,17 @@ class Program:
         for name, value in arguments.items():
             if value is None and self.defaults.get(name) is None:
                 continue  # As if it had not been passed.
-            if name in self.traced or not (name in self.static or _is_static(value)):
+            if name in self.untouched and (
+                is_concrete(type(value))
+                or isinstance(value, float)
+                or (
+                    isinstance(value, Slots)
+                    and is_concrete(type(value.index))
+                    and is_concrete(type(value.generation))
+                )
+            ):
+                traced[name] = value
+            elif name in self.traced or not (name in self.static or _is_static(value)):
                 traced[name] = self._as_array(first, name, value, arguments)
             else:
                 fixed[name] = int(value) if isinstance(value, np.integer) else value
@@ -214,13 +233,17 @@ class Program:
                     make = _compile
         keeps = self.keeps(first, arguments) if callable(self.keeps) else self.keeps
         kept: dict[str, Any] = {}
-        if keeps:
-            kept = {name: vars(first)[name] for name in keeps if name in vars(first)}
-        read = {name: vars(first)[name] for name in self.reads if name in vars(first)}
-        kept |= read
-        if kept:
-            first = trees.updated(first, **dict.fromkeys(kept, ()))
-        platform = platform_of(one_leaf(first if self.is_method else traced))
+        read: dict[str, Any] = {}
+        if keeps or self.reads:
+            held = vars(first)
+            first = trees.updated(first)
+            for name in (*keeps, *self.reads):
+                if name in held:
+                    kept[name] = held[name]
+                    if name in self.reads:
+                        read[name] = held[name]
+            vars(first).update(dict.fromkeys(kept, ()))
+        platform = _only_platform() or platform_of(one_leaf(first if self.is_method else traced))
         if len(fixed) > 1:
             fixed = dict(sorted(fixed.items()))
         run = make(self, type(first), bool(donate), platform, tuple(fixed), *fixed.values())
@@ -240,10 +263,9 @@ class Program:
             ValueError: If a number does not fit what it becomes, or a buffer was donated.
         """
         dtype = self.dtypes.get(name)
-        fits = trees.is_concrete(type(value)) and (dtype is None or value.dtype == dtype)
-        if fits and name not in self.stored:
-            return value  # Like most arguments of a call from Python.
         if dtype is not None:
+            if is_concrete(type(value)) and value.dtype == dtype:
+                return value
             return numbers.convert(value, name, dtype, infinite=name in self.infinite)
         if name in self.keys:
             return check_key(value)
@@ -305,6 +327,12 @@ def _platform(array: jax.Array) -> str:
     return next(iter(array.sharding.device_set)).platform
 
 
+@functools.cache
+def _only_platform() -> str | None:
+    """Returns the platform of all devices, if it is "cpu"; to ask an array takes longer."""
+    return "cpu" if list(jax.extend.backend.backends()) == ["cpu"] else None
+
+
 def is_outside() -> bool:
     """Returns True if nothing is being traced."""
     return trace_state() == _OUTSIDE
@@ -347,6 +375,8 @@ def _compile(
     fixed = dict(zip(names, values, strict=True))
 
     def run(first: Any, read: dict[str, Any], traced: dict[str, Any]) -> Any:
+        if program.is_method:
+            check_single(first)
         for name in program.stored:
             if name in traced:
                 advice.note_shapes(first, traced[name], program.function.__name__)

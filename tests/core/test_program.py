@@ -10,6 +10,7 @@ import pytest
 from flax import struct
 
 import jaxbuf
+from jaxbuf.core import program as programs
 from jaxbuf.core.program import program
 from tests.traces import counted_traces
 
@@ -36,6 +37,16 @@ class Tally(struct.PyTreeNode):
     @program()
     def read(self, factor=None):
         return self.data if factor is None else self.data * factor
+
+
+def test_where_there_are_several_platforms_an_array_says_which(monkeypatch):
+    asked = []
+    monkeypatch.setattr(programs, "_only_platform", lambda: None)
+    monkeypatch.setattr(programs, "platform_of", lambda array: asked.append(array) or "cpu")
+    tally = Tally.create()
+    assert tally.plus(2.0).counters == 2
+    assert len(asked) == 1
+    assert asked[0] is tally.counters
 
 
 def test_it_is_one_program_outside_of_transformations():
