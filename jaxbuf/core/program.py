@@ -198,8 +198,10 @@ class Program:
     ) -> Any:
         # In line where it can be. In a loop with an environment, whose code has the caches between
         # two calls, each function that a call enters takes a microsecond or two.
-        if self.is_method and not is_concrete(type(getattr(first, "__dict__", {}).get("counters"))):
-            first = check_single(first)
+        if self.is_method:
+            counters: Any = getattr(first, "__dict__", {}).get("counters")
+            if not is_concrete(type(counters)) or counters.is_deleted():
+                first = check_single(first)
         values = args[1:] if self.is_method else args
         arguments = dict(zip(self.names, values, strict=False))
         if options:

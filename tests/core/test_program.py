@@ -135,6 +135,13 @@ def test_wrong_arguments_raise_what_python_raises():
         tally.plus(1.0, 2)
 
 
+def test_a_donated_buffer_is_refused_before_its_arguments_are_looked_at():
+    tally = Tally.create()
+    jax.jit(lambda x: x + 1, donate_argnums=0)(tally.counters)
+    with pytest.raises(ValueError, match="buffer was donated"):
+        tally.plus("one")
+
+
 def test_an_array_inside_a_buffer_that_was_donated_alone_is_noticed():
     tally = Tally.create()
     jax.jit(lambda x: x + 1, donate_argnums=0)(tally.data)
