@@ -336,9 +336,9 @@ class ReplayContestant:
         parts = ["add", "sample", "update"] if what == "cycle" else [what]
         if self._binding.update is None and what == "cycle":
             parts.remove("update")
-        return sum(limits.dispatch_seconds(*self.arrays(part, weights)) for part in parts)
+        return sum(limits.dispatch_seconds(*self._arrays(part, weights)) for part in parts)
 
-    def arrays(self, what: str, weights: bool = False) -> tuple[int, int, int]:
+    def _arrays(self, what: str, weights: bool = False) -> tuple[int, int, int]:
         """Returns how many arrays a call from Python donates, is given besides, and makes.
 
         Args:

@@ -125,17 +125,6 @@ def dispatch_seconds(donated: int, given: int, made: int) -> float:
         given: Arrays given besides.
         made: Arrays returned besides, scalars.
     """
-    return _least_seconds(empty_call(donated, given, made), calls=200)
-
-
-def empty_call(donated: int, given: int, made: int) -> Callable[[], Any]:
-    """A function that calls a jitted one which does nothing, and waits for its result.
-
-    Args:
-        donated: As for `dispatch_seconds`.
-        given: As for `dispatch_seconds`.
-        made: As for `dispatch_seconds`.
-    """
     state, rest = _scalars(donated), _scalars(given)
     call = empty(made)
     held = [call(state, rest)]
@@ -145,7 +134,7 @@ def empty_call(donated: int, given: int, made: int) -> Callable[[], Any]:
         (kept or new)[0].block_until_ready()
         return new
 
-    return once
+    return _least_seconds(once, calls=200)
 
 
 @functools.cache

@@ -6,8 +6,7 @@ calls. So each call is timed by itself here, after 50 µs of Python.
 
 The contestants are those of the prioritized rows (see [`benchmarks.rows.per`][]), except torchrl,
 and a ring of NumPy arrays as people write it themselves. That one draws uniformly, which is less
-work than the others do, and has no priorities to update. "empty" is what bounds a library in JAX:
-a call of a jitted function that does nothing, with as many arrays as jaxbuf's.
+work than the others do, and has no priorities to update.
 
 Other rows:
 
@@ -20,7 +19,6 @@ Other rows:
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxbuf
-from benchmarks import limits
 from benchmarks.harness import (
     Contestant,
     Operation,
@@ -40,8 +37,7 @@ from benchmarks.harness import (
     import_library,
     repeat_calls,
 )
-from benchmarks.jax_loops import ReplayContestant
-from benchmarks.rows.per import CpprbContestant, bind_jaxbuf, replay_row
+from benchmarks.rows.per import CpprbContestant, replay_row
 from benchmarks.transitions import CARTPOLE
 from benchmarks.workload import Workload
 
@@ -87,7 +83,6 @@ def _row(name: str, workload: Workload) -> Row:
         **row.builders,
         "cpprb": lambda: CpprbContestant(workload),
         "numpy": lambda: RingContestant(workload),
-        "empty": lambda: EmptyContestant(workload),
     }
     title = f"{row.title}; each call after {SECONDS_BETWEEN * 1e6:.0f} µs of Python"
     spaced = {library: _spaced(build) for library, build in builders.items()}
@@ -112,7 +107,7 @@ class SpacedContestant:
     def operations(self) -> Mapping[str, Operation]:
         """Returns what the other does when it is called from Python."""
         return {
-            name: Operation(_between(one.run), prepare=one.prepare)
+            name: Operation(_between(one.run), prepare=one.prepare, floor=one.floor)
             for name, one in self._contestant.operations().items()
             if name in OPERATIONS
         }
@@ -177,26 +172,6 @@ class RingContestant(Contestant):
     def _sample(self) -> Mapping[str, np.ndarray]:
         slots = self._random.integers(self._workload.capacity, size=self._workload.sample_size)
         return {name: leaf[slots] for name, leaf in self._arrays.items()}
-
-
-class EmptyContestant(Contestant):
-    """Calls that do nothing, with as many arrays as those of jaxbuf."""
-
-    def __init__(self, workload: Workload):
-        """Counts the arrays."""
-        self._like = ReplayContestant(bind_jaxbuf, workload)
-
-    def verify(self) -> None:
-        """There is nothing to check."""
-
-    def operations(self) -> Mapping[str, Operation]:
-        """Returns a call for each operation."""
-        return {name: self._operation(name) for name in OPERATIONS}
-
-    def _operation(self, name: str) -> Operation:
-        what, _, weights = name.removeprefix("python ").partition("+")
-        call = limits.empty_call(*self._like.arrays(what, bool(weights)))
-        return Operation(functools.partial(repeat_calls, call))
 
 
 class SinglesContestant(Contestant):
