@@ -333,16 +333,14 @@ class ReplayContestant:
 
     def _dispatches(self, what: str, weights: bool) -> float:
         """Returns the seconds of empty calls with as many arrays as the calls of an operation."""
-        parts = ["add", "sample", "update"] if what == "cycle" else [what]
-        if self._binding.update is None and what == "cycle":
-            parts.remove("update")
-        return sum(limits.dispatch_seconds(*self._arrays(part, weights)) for part in parts)
+        arrays = self._arrays(weights)
+        parts = list(arrays) if what == "cycle" else [what]
+        return sum(limits.dispatch_seconds(*arrays[part]) for part in parts)
 
-    def _arrays(self, what: str, weights: bool = False) -> tuple[int, int, int]:
-        """Returns how many arrays a call from Python donates, is given besides, and makes.
+    def _arrays(self, weights: bool) -> dict[str, tuple[int, int, int]]:
+        """Returns how many arrays each call from Python donates, is given besides, and makes.
 
         Args:
-            what: An operation: "add", "sample" or "update".
             weights: Whether a sample computes importance weights, in the same program.
         """
         binding, state = self._binding, self._subject.state
@@ -350,12 +348,14 @@ class ReplayContestant:
         held, items, sampled, slots = (
             len(jax.tree.leaves(tree)) for tree in (state, self._items, drawn, binding.slots(drawn))
         )
-        known = {
+        arrays = {
             "add": (held, items, 0),
             "sample": (0, held + 1 + weights, sampled + weights),
             "update": (held, slots + 1, 0),
         }
-        return known[what]
+        if binding.update is None:
+            del arrays["update"]
+        return arrays
 
     def facts(self) -> Mapping[str, str]:
         """Bytes of state beyond the data."""

@@ -107,7 +107,7 @@ class SpacedContestant:
     def operations(self) -> Mapping[str, Operation]:
         """Returns what the other does when it is called from Python."""
         return {
-            name: Operation(_between(one.run), prepare=one.prepare, floor=one.floor)
+            name: dataclasses.replace(one, run=_between(one.run))
             for name, one in self._contestant.operations().items()
             if name in OPERATIONS
         }

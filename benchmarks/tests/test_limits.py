@@ -73,11 +73,12 @@ def test_rows_report_floors():
 
 def test_a_batch_and_its_weights_are_one_call():
     contestant = ReplayContestant(per.bind_jaxbuf, WORKLOAD)
-    donated, given, made = contestant._arrays("sample")
+    arrays = contestant._arrays(weights=False)
+    donated, given, made = arrays["sample"]
     assert (donated, made) == (0, 9)  # The five leaves, two of the slots, probability and valid.
-    assert contestant._arrays("sample", weights=True) == (0, given + 1, made + 1)
-    assert contestant._arrays("add") == (given - 1, 5, 0)
-    assert contestant._arrays("update") == (given - 1, 3, 0)
+    assert contestant._arrays(weights=True)["sample"] == (0, given + 1, made + 1)
+    assert arrays["add"] == (given - 1, 5, 0)
+    assert arrays["update"] == (given - 1, 3, 0)
 
 
 def test_runs_are_merged_with_their_medians():

@@ -238,13 +238,9 @@ class Program:
         read: dict[str, Any] = {}
         if keeps or self.reads:
             held = vars(first)
-            first = trees.updated(first)
-            for name in (*keeps, *self.reads):
-                if name in held:
-                    kept[name] = held[name]
-                    if name in self.reads:
-                        read[name] = held[name]
-            vars(first).update(dict.fromkeys(kept, ()))
+            kept = {name: held[name] for name in (*keeps, *self.reads) if name in held}
+            read = {name: kept[name] for name in self.reads if name in kept}
+            first = trees.updated(first, **dict.fromkeys(kept, ()))
         platform = _only_platform() or platform_of(one_leaf(first if self.is_method else traced))
         if len(fixed) > 1:
             fixed = dict(sorted(fixed.items()))
@@ -266,8 +262,6 @@ class Program:
         """
         dtype = self.dtypes.get(name)
         if dtype is not None:
-            if is_concrete(type(value)) and value.dtype == dtype:
-                return value
             return numbers.convert(value, name, dtype, infinite=name in self.infinite)
         if name in self.keys:
             return check_key(value)
@@ -378,7 +372,7 @@ def _compile(
 
     def run(first: Any, read: dict[str, Any], traced: dict[str, Any]) -> Any:
         if program.is_method:
-            check_single(first)
+            check_single(first)  # Whether it is a batch: outside, only its class was looked at.
         for name in program.stored:
             if name in traced:
                 advice.note_shapes(first, traced[name], program.function.__name__)
