@@ -346,13 +346,13 @@ def check_options(
         ValueError: If ``buffer`` is not a pytree with such a method, or the method does not take
             an option.
     """
-    function = _method(type(buffer), method)
+    function = method_of(type(buffer), method)
     is_tree = isinstance(buffer, Buffer) or not jax.tree_util.all_leaves([buffer])
     if function is None or not is_tree:
         raise ValueError(f"{argument} is {_no_buffer(buffer, method)}")
     if not options:
         return function
-    name = _untaken(function, tuple(options))
+    name = untaken(function, tuple(options))
     if name is None:
         return function
     takes = [
@@ -372,14 +372,14 @@ def _methods(kind: type) -> dict[str, Function]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _method(kind: type, name: str) -> Function | None:
+def method_of(kind: type, name: str) -> Function | None:
     """Returns a method of a class; None if it lacks it, or has one that says what to use."""
     method = _methods(kind).get(name)
     return None if hasattr(method, "remedy") else method
 
 
 @functools.lru_cache(maxsize=1024)
-def _untaken(method: Function, names: tuple[str, ...]) -> str | None:
+def untaken(method: Function, names: tuple[str, ...]) -> str | None:
     """Returns the first of these options that a method does not take; None if it takes all."""
     parameters = _parameters(method)
     # A method with ``**options`` takes any, and checks them itself.

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
-from jaxbuf.buffers.buffer import By, check_options
+from jaxbuf.buffers.buffer import Buffer, By, check_options, method_of, untaken
 from jaxbuf.buffers.operation import Operation, given
 from jaxbuf.buffers.queue import Queue
 from jaxbuf.buffers.sample import Normalization, Sample, Steps, Within
@@ -33,10 +33,11 @@ from jaxbuf.buffers.slotted import (
     SlottedBuffer,
     WeightOptions,
 )
-from jaxbuf.core import advice, checks, guesses
-from jaxbuf.core.program import OwnPrograms, Program, is_outside
+from jaxbuf.core import checks, guesses
+from jaxbuf.core.program import OUTSIDE, Entry, OwnPrograms, Program
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Count, Function, Key, Number
+from jaxbuf.core.versions import trace_state
 from jaxbuf.strategies.protocols import Sampler
 
 P = ParamSpec("P")
@@ -102,6 +103,8 @@ def call(
         options = given(options, operation.nones if operation else ())
     if not args and declared.__name__ == "add" and not {"items", "steps"} & options.keys():
         raise TypeError(f"add() has no items; {guesses.ANSWERS['add']}")
+    if donate is not ... and operation is not None and not operation.changes:
+        options["donate"] = donate  # Which it does not take.
     function = check_options(buffer, declared.__name__, options)
     donates = donate is True or (donate is not ... and checks.check_flag("donate", donate))
     if isinstance(buffer, OwnPrograms):
@@ -116,6 +119,38 @@ def call(
 def _program(method: Function) -> Program:
     """Returns the program of a method, which may be that of somebody else's buffer."""
     return getattr(method, "program", None) or Program(method, foreign=True)
+
+
+def _entry(
+    declared: Function, donates: bool, *kinds: type, names: tuple[str, ...] = ()
+) -> Entry | None:
+    """Returns how a call enters a program, if the classes of its arguments say that it is in order.
+
+    Args:
+        declared: The declaration of the method.
+        donates: Whether ``donate`` is an option of the call.
+        *kinds: The classes of all arguments, those of ``names`` last.
+        names: The names of the arguments that are passed by name.
+    """
+    count = len(kinds) - len(names)
+    if not count or not issubclass(kinds[0], Buffer) or issubclass(kinds[0], OwnPrograms):
+        return None
+    method = method_of(kinds[0], declared.__name__)
+    if method is None:
+        return None
+    made = _program(method)
+    given = dict(zip([*made.names[: count - 1], *names], kinds[1:], strict=False))
+    twice_or_unknown = len(given) < len(kinds) - 1
+    if twice_or_unknown or not given.keys() >= made.required or type(...) in kinds:
+        return None
+    if donates and given.pop("donate", bool) is not bool:
+        return None
+    operation: Operation | None = vars(declared).get("operation")
+    nones = operation.nones if operation else ()
+    taken = tuple(name for name in given if given[name] is not type(None) or name in nones)
+    if untaken(method, taken) is not None:
+        return None
+    return made.entry(kinds[0], tuple(given), *given.values())
 
 
 # The signatures of the functions, by name.
@@ -164,10 +199,20 @@ def _door(declared: Function, options: type | None = None) -> Callable[[Door], D
             _as_declared(declared, options)(function)
         signature = _signatures[function.__name__]
         names = frozenset(signature.parameters)
-        changes = {"donate": True} if "donate" in names else {}
+        donates = "donate" in names
+        changes = {"donate": True} if donates else {}
+        entry_of = functools.lru_cache(maxsize=1024)(functools.partial(_entry, declared, donates))
 
         @functools.wraps(function)
         def door(*args: Any, **options: Any) -> Any:
+            if options:
+                kinds = map(type, options.values())
+                entry = entry_of(*map(type, args), *kinds, names=tuple(options))
+            else:
+                entry = entry_of(*map(type, args))
+            if entry is not None and trace_state() == OUTSIDE:
+                donate = options.pop("donate", True) if donates else False
+                return entry.program.outside(args, options, donate, entry)
             if options.keys() <= names:
                 return function(*args, **options)
             # One that only a buffer of somebody else takes, or none does, which raises.
@@ -352,10 +397,7 @@ def update_priority(
         >>> round(float(buffer.metrics()["priority_max"]), 3)
         7.0
     """
-    result = call(SlottedBuffer.update_priority, buffer, slots, priority, mask=mask, donate=donate)
-    if advice.looks_left() and is_outside():
-        advice.note_priorities(priority, mask)
-    return result
+    return call(SlottedBuffer.update_priority, buffer, slots, priority, mask=mask, donate=donate)
 
 
 @_door(SlottedBuffer.set_field)

@@ -10,6 +10,7 @@ from jaxbuf.buffers.arguments import Where, check_offsets
 from jaxbuf.buffers.buffer import Buffer, By
 from jaxbuf.buffers.operation import Operation, operation
 from jaxbuf.buffers.sample import Normalization, Sample, Steps, StepsAround, Within, check_beta
+from jaxbuf.core import advice
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import (
     Arrays,
@@ -67,8 +68,7 @@ class SampleOptions(WindowOptions, WeightOptions, total=False):
 def _check_beta(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a draw, after a check of a ``beta`` that tracing would hide."""
     del buffer
-    beta = arguments.get("beta")
-    return arguments if beta is None else {**arguments, "beta": check_beta(beta)}
+    return arguments | {"beta": check_beta(arguments["beta"])}
 
 
 class PartOptions(TypedDict, total=False):
@@ -116,6 +116,7 @@ class SlottedBuffer(Buffer):
         static=("part",),
         stored=("items", "steps"),
         before=lambda buffer, arguments: buffer.check_add(arguments),
+        concerns=("env_ids",),
     )
     def add(self, items: Arrays, **options: Unpack[AddOptions]) -> Self:
         """Adds a batch of items; if there are more than ``capacity``, the last ones are kept.
@@ -158,6 +159,7 @@ class SlottedBuffer(Buffer):
         static=("part",),
         stored=("items",),
         before=lambda buffer, arguments: buffer.check_add(arguments),
+        concerns=("env_ids",),
     )
     def insert(self, items: Arrays, **options: Unpack[InsertOptions]) -> tuple[Self, Slots]:
         """Adds a batch of items, and returns their slots as well.
@@ -190,6 +192,7 @@ class SlottedBuffer(Buffer):
         static=("batch_size", "sequence_length", "normalize", "within"),
         nones=("normalize",),
         before=_check_beta,
+        concerns=("beta",),
     )
     def sample(self, key: Key, batch_size: int, **options: Unpack[SampleOptions]) -> Sample:
         """Draws a batch of items, or windows.
@@ -233,6 +236,7 @@ class SlottedBuffer(Buffer):
         static=("batch_size", "normalize", "within"),
         nones=("normalize",),
         before=_check_beta,
+        concerns=("beta",),
     )
     def next_batch(
         self, key: Key, batch_size: int, **options: Unpack[WeightOptions]
@@ -262,6 +266,7 @@ class SlottedBuffer(Buffer):
         needs="priorities",
         keeps=("data", "extra_states"),
         reads=("occupancy", "hyperparameters"),
+        before=advice.note_priorities,
     )
     def update_priority(
         self,

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 _COPIES, _COPIED_BYTES = 100, 2**20
@@ -66,31 +65,39 @@ def note_shapes(buffer: PyTree, items: PyTree, call: str) -> None:
     )
 
 
-def looks_left() -> int:
-    """Returns the number of calls whose priorities ``note_priorities`` would look at."""
-    return _looks_left
-
-
-def note_priorities(priority: ArrayLike, mask: ArrayLike | None) -> None:
+def note_priorities(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
     """Looks at the priorities of the first few calls, and warns once if one is negative.
 
     It waits until they are computed. Those on devices of other processes are not looked at.
+
+    Returns:
+        The arguments of the call, as they are.
     """
     global _looks_left
-    arrays: list[Any] = [priority] if mask is None else [priority, mask]
-    if not _looks_left or np.size(priority) > _LOOKED_ROWS:
-        return
-    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in arrays):
-        return
+    del buffer
+    if not _looks_left:
+        return arguments
+    priority: Any = arguments.get("priority")
+    mask: Any = arguments.get("mask")
+    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in (priority, mask)):
+        return arguments
+    try:
+        if np.size(priority) > _LOOKED_ROWS:
+            return arguments
+        negative = np.asarray(priority) < 0
+        if mask is not None:
+            negative = negative & np.asarray(mask)
+    except (TypeError, ValueError):
+        return arguments  # The call has a better error.
     _looks_left -= 1
-    negative = np.asarray(priority) < 0
-    if np.any(negative if mask is None else negative & np.asarray(mask)):
+    if np.any(negative):
         _looks_left = 0
         warnings.warn(
             "update_priority got negative priorities, whose rows are refused, and counted in "
             'metrics()["rejected"]; of signed TD errors pass jnp.abs(td_error)',
             stacklevel=caller_level(),
         )
+    return arguments
 
 
 def caller_level() -> int:

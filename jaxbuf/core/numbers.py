@@ -1,7 +1,7 @@
 """Conversion of numbers from the dtype that they arrive in to the one that is stored."""
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -222,7 +222,7 @@ def convert(value: Any, name: str, dtype: Dtype, *, infinite: bool = False) -> A
         ValueError: version[1] is 1099511627776; expected an integer from -2147483648 to \
 2147483647, as int32 holds them
     """
-    if hasattr(value, "dtype") and value.dtype == dtype:
+    if getattr(value, "dtype", None) == dtype:
         return value.copy() if isinstance(value, np.ndarray) else value
     if isinstance(value, jax.core.Tracer):
         return value
@@ -283,12 +283,13 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree] | None = None) ->
     """
     if like is None and isinstance(tree, int | float):
         return tree
+    # First the items of most calls from Python, in which each step counts.
     by_name = type(tree) is dict and {*map(type, tree)} == {str}
-    if _are_arrays(tree.values() if by_name else [tree], like is not None):
-        return tree  # Like the items of most calls from Python, in which each step counts.
-    leaves, treedef = trees.flatten(tree, name)
-    if _are_arrays(leaves, like is not None):
+    leaves: Any = tree.values() if by_name else [tree]
+    are_arrays = all(map(trees.is_concrete, map(type, leaves)))
+    if are_arrays and (like is None or not any(map(_is_weak, leaves))):
         return tree
+    leaves, treedef = trees.flatten(tree, name)
     loose: list[int] = []
     for i, leaf in enumerate(leaves):
         if type(leaf) is np.ndarray and leaf.dtype.isnative and leaf.dtype not in _HALF:
@@ -304,13 +305,6 @@ def narrow(tree: PyTree, name: str, like: Callable[[], PyTree] | None = None) ->
         stored = kept[i].dtype if len(kept) == len(leaves) else None
         leaves[i] = _narrowed(leaves[i], label, stored)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _are_arrays(leaves: Collection[Any], stored: bool) -> bool:
-    """Returns whether all are arrays of JAX, and have their own dtypes if they will be stored."""
-    if not all(map(trees.is_concrete, map(type, leaves))):
-        return False
-    return not (stored and any(map(_is_weak, leaves)))
 
 
 def _narrowed(leaf: Any, label: str, stored: Dtype | None) -> Any:

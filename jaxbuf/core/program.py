@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.extend.backend
@@ -57,6 +57,7 @@ class About(TypedDict, total=False):
             takes longer than all that is asked about an argument. The result is a buffer.
         before: Takes ``self`` and the arguments by name, and returns the arguments, after a check
             of numbers that the function itself would not know.
+        concerns: The names of arguments without which ``before`` has nothing to do.
         copies: Whether the result has the changed buffer, alone or first of all. A method that is
             called from Python copies what it changes; see ``advice.note_copy``.
         loses: Whether the result may lack some of the arrays that ``self`` has. If ``self`` is
@@ -73,6 +74,7 @@ class About(TypedDict, total=False):
     keeps: tuple[str, ...] | Callable[[Any, dict[str, Any]], tuple[str, ...]]
     reads: tuple[str, ...]
     before: Callable[[Any, dict[str, Any]], dict[str, Any]]
+    concerns: tuple[str, ...]
     copies: bool
     loses: bool
 
@@ -101,6 +103,41 @@ def program(**about: Unpack[About]) -> Callable[[Callable[P, R]], Callable[P, R]
     return decorate
 
 
+class Entry(NamedTuple):
+    """The way of a call from Python into a compiled program, as far as its classes say so.
+
+    Attributes:
+        program: The program.
+        before: That of ``About``, if it has something to do.
+        left_out: The names of arguments that are None, as if they had not been passed.
+        slots: Those of slots.
+        stored: Those of rows for the storage.
+        looked: Those of others whose numbers are looked at, each with a function that returns the
+            argument as the program takes it.
+        functions: Those of arguments that can be called.
+        fixed: Those of other static arguments.
+        keeps: The names of fields that do not come out of the program, each with what stands for
+            it there; see ``About``.
+        reads: Those of them that go in.
+        platform: The platform of all devices, if they have but one.
+        compiled: Returns the jitted function, given whether it donates the buffer, its platform
+            and the static arguments.
+    """
+
+    program: "Program"
+    before: Callable[[Any, dict[str, Any]], dict[str, Any]] | None
+    left_out: tuple[str, ...]
+    slots: tuple[str, ...]
+    stored: tuple[str, ...]
+    looked: tuple[tuple[str, Callable[[Any], Any]], ...]
+    functions: tuple[str, ...]
+    fixed: tuple[str, ...]
+    keeps: dict[str, tuple[()]] | Callable[[Any, dict[str, Any]], tuple[str, ...]]
+    reads: tuple[str, ...]
+    platform: str | None
+    compiled: Callable[..., Function]
+
+
 class OwnPrograms:
     """A buffer that must be called from Python, not inside of ``jax.jit``."""
 
@@ -124,16 +161,15 @@ class Program:
         named = others if self.is_method else [first, *others]
         self.names = [x.name for x in named if x.kind is x.POSITIONAL_OR_KEYWORD]
         self.defaults = {x.name: x.default for x in named}
+        self.required = {x.name for x in named if x.default is x.empty} & {*self.names}
         self.static = set(about.get("static", ()))
         by_value = self.defaults.keys() if foreign else about.get("by_value", ())
         self.traced = self.defaults.keys() - self.static - set(by_value)
-        self.keeps, self.before = about.get("keeps", ()), about.get("before")
-        self.reads, self.stored = about.get("reads", ()), about.get("stored", ())
-        self.dtypes, self.infinite = about.get("dtypes", {}), about.get("infinite", ())
-        self.keys = about.get("keys", ())
+        self.stored, self.copies = about.get("stored", ()), about.get("copies", False)
         # Of these, JAX's arrays and floats go into the program without a look at their numbers.
-        self.untouched = self.traced - self.dtypes.keys() - {*self.stored}
-        self.buffers, self.copies = about.get("buffers", ()), about.get("copies", False)
+        self.untouched = self.traced - about.get("dtypes", {}).keys() - {*self.stored}
+        self.entry = functools.lru_cache(maxsize=256)(self._entry)
+        self.compiled = functools.lru_cache(maxsize=1024, typed=True)(self._compile)
 
     def __call__(
         self, args: tuple[Any, ...], options: dict[str, Any], *, donate: bool | None = None
@@ -157,32 +193,234 @@ class Program:
             alone = isinstance(first, OwnPrograms)
         else:
             alone = any(isinstance(x, OwnPrograms) for x in args)
-        if alone or trace_state() != _OUTSIDE:
+        if alone or trace_state() != OUTSIDE:
             if self.is_method:
                 args = (check_single(first), *args[1:])
             return self.answered(*args, **options)
+        return self.outside(args, options, donate)
+
+    def outside(
+        self,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        donate: bool | None,
+        entry: Entry | None = None,
+    ) -> Any:
+        """Does what a call does where nothing is traced; ``entry`` is that of the call, if known.
+
+        In line where it can be: in a loop with an environment, whose code has the caches between
+        two calls, each function that a call enters takes a microsecond or two.
+        """
         try:
-            return self._run(first, args, options, donate)
-        except (TypeError, OverflowError) as error:
-            # JAX names what is not an array by its place here; the function knows a better name.
+            first: Any = None
+            values = args
+            if self.is_method:
+                first, values = args[0], args[1:]
+                counters: Any = getattr(first, "__dict__", {}).get("counters")
+                if not is_concrete(type(counters)) or counters.is_deleted():
+                    first = check_single(first)
+            arguments = dict(zip(self.names, values, strict=False))
+            arguments.update(options)
+            if entry is None:
+                if len(arguments) < len(values) + len(options):
+                    return self.function(*args, **options)  # Python says what is wrong.
+                kinds = map(type, arguments.values())
+                entry = self.entry(type(first), tuple(arguments), *kinds)
+            if entry.before is not None:
+                given, arguments = arguments, entry.before(first, arguments)
+                if given is not arguments:
+                    kinds = map(type, arguments.values())
+                    entry = self.entry(type(first), tuple(arguments), *kinds)
+            for name in entry.left_out:
+                del arguments[name]
+            for name in entry.slots:
+                slots = arguments[name]
+                if not (is_concrete(type(slots.index)) and is_concrete(type(slots.generation))):
+                    arguments[name] = numbers.narrow(slots, name)
+            for name in entry.stored:
+                like = functools.partial(_stored_in, first, arguments.get("path"))
+                arguments[name] = numbers.narrow(arguments[name], name, like)
+            for name, look in entry.looked:
+                arguments[name] = look(arguments[name])
+            if entry.functions:
+                entry = self._anew(entry, arguments)
+            keeps = entry.keeps
+            if callable(keeps):
+                keeps = dict.fromkeys(keeps(first, arguments), ())
+            held: dict[str, Any] = {}
+            read: dict[str, Any] = {}
+            if keeps:
+                held, first = vars(first), object.__new__(type(first))
+                vars(first).update(held)
+                vars(first).update(keeps)
+                for name in entry.reads:
+                    read[name] = held[name]
+            platform = entry.platform
+            if platform is None:
+                platform = platform_of(one_leaf(first if self.is_method else arguments))
+            run = entry.compiled(donate is True, platform, *map(arguments.pop, entry.fixed))
+            result = run(first, read, arguments)
+            if self.copies and not donate:
+                result, copied = result
+                if donate is None:
+                    advice.note_copy(first, self.function.__name__, copied.nbytes)
+            if keeps and type(result) is type(first):
+                new = vars(result)  # Nobody else has it.
+                for name in keeps:
+                    new[name] = held[name]
+            return result
+        except (TypeError, OverflowError, ValueError, RuntimeError) as error:
             wrong = error
-        except ValueError as error:
+        self._explain(wrong, args, options, donate)
+        raise wrong
+
+    def _entry(self, kind: type, names: tuple[str, ...], *kinds: type) -> Entry:
+        """Returns how a call enters the program.
+
+        Args:
+            kind: The class of ``self``.
+            names: The names of the arguments.
+            *kinds: Their classes.
+        """
+        found: dict[str, list[Any]] = collections.defaultdict(list)
+        for name, given in zip(names, kinds, strict=True):
+            if given is type(None) and self.defaults.get(name) is None:
+                found["left_out"].append(name)
+            elif name in self.untouched and (is_concrete(given) or issubclass(given, float)):
+                pass
+            elif name in self.untouched and issubclass(given, Slots):
+                found["slots"].append(name)
+            elif name in self.stored:
+                found["stored"].append(name)
+            elif name in self.traced or not self._is_static(name, given):
+                found["looked"].append((name, self._look(name)))
+            elif issubclass(given, Callable):
+                found["functions"].append(name)
+            else:
+                found["fixed"].append(name)
+                if issubclass(given, np.integer):
+                    found["looked"].append((name, int))
+        left_out = tuple(found["left_out"])
+        concerns = self.about.get("concerns")
+        checks = concerns is None or not ({*names} - {*left_out}).isdisjoint(concerns)
+        fixed = tuple(sorted(found["fixed"]))
+        held = getattr(kind, "__dataclass_fields__", ())
+        keeps, reads = self.about.get("keeps", ()), self.about.get("reads", ())
+        reads = tuple(name for name in reads if name in held)
+        if not callable(keeps):
+            keeps = {name: () for name in (*keeps, *reads) if name in held}
+        return Entry(
+            program=self,
+            before=self.about.get("before") if checks else None,
+            left_out=left_out,
+            slots=tuple(found["slots"]),
+            stored=tuple(found["stored"]),
+            looked=tuple(found["looked"]),
+            functions=tuple(found["functions"]),
+            fixed=fixed,
+            keeps=keeps,
+            reads=reads,
+            platform=_only_platform(),
+            compiled=functools.partial(self.compiled, kind, fixed),
+        )
+
+    def _is_static(self, name: str, kind: type) -> bool:
+        """Returns whether an argument that is not traced for its name is static."""
+        return name in self.static or issubclass(kind, int | str | np.integer | Callable)
+
+    def _look(self, name: str) -> Callable[[Any], Any]:
+        """Returns a function that returns an argument as the compiled function takes it.
+
+        It copies NumPy's arrays, and raises a ``ValueError`` if a number does not fit what it
+        becomes, or if a buffer was donated.
+        """
+        dtype = self.about.get("dtypes", {}).get(name)
+        if dtype is not None:
+            infinite = name in self.about.get("infinite", ())
+            return functools.partial(numbers.convert, name=name, dtype=dtype, infinite=infinite)
+        if name in self.about.get("keys", ()):
+            return check_key
+        if name in self.about.get("buffers", ()):
+            return lambda value: None if value is None else check_single(value)
+        return functools.partial(numbers.narrow, name=name)
+
+    def _anew(self, entry: Entry, arguments: dict[str, Any]) -> Entry:
+        """Returns an entry for functions, which are static unless they are pytrees.
+
+        It compiles anew, for a function is the same object, or an equal one, after what it reads
+        has changed.
+        """
+        static: list[str] = []
+        for name in entry.functions:
+            if name in self.static or jax.tree_util.all_leaves([arguments[name]]):
+                static.append(name)
+            else:
+                arguments[name] = numbers.narrow(arguments[name], name)
+        if not static:
+            return entry
+        fixed = (*entry.fixed, *static)
+        return entry._replace(fixed=fixed, compiled=functools.partial(self._compile, None, fixed))
+
+    def _compile(
+        self,
+        kind: type | None,
+        names: tuple[str, ...],
+        donate: bool,
+        platform: str,
+        *values: Any,
+    ) -> Function:
+        """Returns a new jitted form for a class, static arguments and a platform."""
+        del kind  # JAX might take the program of another class for this one's; see ``trees.alike``.
+        fixed = dict(zip(names, values, strict=True))
+
+        def run(first: Any, read: dict[str, Any], traced: dict[str, Any]) -> Any:
+            if self.is_method:
+                check_single(first)  # Whether it is a batch: outside, only its class was looked at.
+            for name in self.stored:
+                if name in traced:
+                    advice.note_shapes(first, traced[name], self.function.__name__)
+            if read:
+                first = trees.updated(first, **read)
+            args = (first,) if self.is_method else ()
+            # Trees that it creates lie where the buffer does.
+            with using_width(width_for(platform)), native.called_from_python(platform == "cpu"):
+                result = self.function(*args, **traced, **fixed)
+            if read:
+                result = trees.updated(result, **dict.fromkeys(read, ()))
+            if not self.copies or donate:
+                return result
+            return result, _Copied(_copied_bytes(first, result))
+
+        run.__name__ = run.__qualname__ = self.function.__name__
+        options = _options(platform)
+        if donate and self.about.get("loses"):
+            return _donating_what_fits(run, options)
+        return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=options)
+
+    def _explain(
+        self,
+        error: Exception,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        donate: bool | None,
+    ) -> None:
+        """Raises a better error than one of JAX's or XLA's, if there is one."""
+        if isinstance(error, ValueError):
             _forget_frames(error)
             if "donate" in str(error):
                 self._check_memory(args, options, donate)
             # It speaks of the 32 bits of what was traced.
             if not ("has dtype" in str(error) and numbers.has_wide((args, options))):
-                raise
-            wrong = error
-        except RuntimeError:
+                return
+        elif isinstance(error, RuntimeError):
             self._check_memory(args, options, donate)
-            raise
+            return
+        # JAX names what is not an array by its place here; the function knows a better name.
         try:
             inspect.signature(self.function).bind(*args, **options)
         except TypeError:
             self.answered(*args, **options)
         jax.eval_shape(lambda: self.function(*args, **options))
-        raise wrong
 
     def _check_memory(
         self, args: tuple[Any, ...], options: dict[str, Any], donate: bool | None
@@ -192,90 +430,6 @@ class Program:
         check_not_donated((args, options), "buffer")
         if donate:
             check_apart(args[0], dict(zip(self.names, args[1:], strict=False)) | options)
-
-    def _run(
-        self, first: Any, args: tuple[Any, ...], options: dict[str, Any], donate: bool | None
-    ) -> Any:
-        # In line where it can be. In a loop with an environment, whose code has the caches between
-        # two calls, each function that a call enters takes a microsecond or two.
-        if self.is_method:
-            counters: Any = getattr(first, "__dict__", {}).get("counters")
-            if not is_concrete(type(counters)) or counters.is_deleted():
-                first = check_single(first)
-        values = args[1:] if self.is_method else args
-        arguments = dict(zip(self.names, values, strict=False))
-        if options:
-            arguments |= options
-        if len(arguments) < len(values) + len(options):
-            return self.function(*args, **options)  # Python says what is wrong.
-        if self.before is not None:
-            arguments = self.before(first, arguments)
-        traced: dict[str, Any] = {}
-        fixed: dict[str, Any] = {}
-        make = _compiled
-        for name, value in arguments.items():
-            if value is None and self.defaults.get(name) is None:
-                continue  # As if it had not been passed.
-            if name in self.untouched and (
-                is_concrete(type(value))
-                or isinstance(value, float)
-                or (
-                    isinstance(value, Slots)
-                    and is_concrete(type(value.index))
-                    and is_concrete(type(value.generation))
-                )
-            ):
-                traced[name] = value
-            elif name in self.traced or not (name in self.static or _is_static(value)):
-                traced[name] = self._as_array(first, name, value, arguments)
-            else:
-                fixed[name] = int(value) if isinstance(value, np.integer) else value
-                if callable(value):
-                    # It is the same object, or an equal one, after what it reads has changed.
-                    make = _compile
-        keeps = self.keeps(first, arguments) if callable(self.keeps) else self.keeps
-        kept: dict[str, Any] = {}
-        read: dict[str, Any] = {}
-        if keeps or self.reads:
-            held = vars(first)
-            kept = {name: held[name] for name in (*keeps, *self.reads) if name in held}
-            read = {name: kept[name] for name in self.reads if name in kept}
-            first = trees.updated(first, **dict.fromkeys(kept, ()))
-        platform = _only_platform() or platform_of(one_leaf(first if self.is_method else traced))
-        if len(fixed) > 1:
-            fixed = dict(sorted(fixed.items()))
-        run = make(self, type(first), bool(donate), platform, tuple(fixed), *fixed.values())
-        result = run(first, read, traced)
-        if self.copies and not donate:
-            result, copied = result
-            if donate is None:
-                advice.note_copy(first, self.function.__name__, copied.nbytes)
-        if kept and type(result) is type(first):
-            vars(result).update(kept)  # Nobody else has it.
-        return result
-
-    def _as_array(self, first: Any, name: str, value: Any, arguments: dict[str, Any]) -> Any:
-        """Returns an argument as the compiled function takes it, with copies of NumPy arrays.
-
-        Raises:
-            ValueError: If a number does not fit what it becomes, or a buffer was donated.
-        """
-        dtype = self.dtypes.get(name)
-        if dtype is not None:
-            return numbers.convert(value, name, dtype, infinite=name in self.infinite)
-        if name in self.keys:
-            return check_key(value)
-        if name in self.buffers:
-            return None if value is None else check_single(value)
-        if name not in self.stored:
-            return numbers.narrow(value, name)
-
-        def like() -> PyTree:
-            path = arguments.get("path")
-            storage = getattr(first, "storage", getattr(first, "data", ()))
-            return fields.find(storage, path) if isinstance(path, str) else storage
-
-        return numbers.narrow(value, name, like)
 
 
 def compiler_options(*arrays: PyTree) -> dict[str, str] | None:
@@ -331,7 +485,7 @@ def _only_platform() -> str | None:
 
 def is_outside() -> bool:
     """Returns True if nothing is being traced."""
-    return trace_state() == _OUTSIDE
+    return trace_state() == OUTSIDE
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
@@ -347,52 +501,15 @@ def _forget_frames(error: Exception) -> None:
     notes[:] = [note for note in notes if "JAX has removed its internal frames" not in note]
 
 
-def _is_static(value: object) -> bool:
-    if isinstance(value, int | str | np.integer):
-        return True
-    return callable(value) and jax.tree_util.all_leaves([value])
+def _stored_in(first: Any, path: object) -> PyTree:
+    """Returns the storage of a buffer, or its field ``path``."""
+    storage = getattr(first, "storage", getattr(first, "data", ()))
+    return fields.find(storage, path) if isinstance(path, str) else storage
 
 
 def _options(platform: str) -> dict[str, str] | None:
     fast = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
     return dict([fast]) if platform == "cpu" and takes_option(*fast) else None
-
-
-def _compile(
-    program: Program,
-    kind: type,
-    donate: bool,
-    platform: str,
-    names: tuple[str, ...],
-    *values: Any,
-) -> Function:
-    """Returns a new jitted form of a program for a class, a platform and static arguments."""
-    del kind  # JAX might take the program of another class for this one's; see ``trees.alike``.
-    fixed = dict(zip(names, values, strict=True))
-
-    def run(first: Any, read: dict[str, Any], traced: dict[str, Any]) -> Any:
-        if program.is_method:
-            check_single(first)  # Whether it is a batch: outside, only its class was looked at.
-        for name in program.stored:
-            if name in traced:
-                advice.note_shapes(first, traced[name], program.function.__name__)
-        if read:
-            first = trees.updated(first, **read)
-        args = (first,) if program.is_method else ()
-        # Trees that it creates lie where the buffer does.
-        with using_width(width_for(platform)), native.called_from_python(platform == "cpu"):
-            result = program.function(*args, **traced, **fixed)
-        if read:
-            result = trees.updated(result, **dict.fromkeys(read, ()))
-        if not program.copies or donate:
-            return result
-        return result, _Copied(_copied_bytes(first, result))
-
-    run.__name__ = run.__qualname__ = program.function.__name__
-    options = _options(platform)
-    if donate and program.about.get("loses"):
-        return _donating_what_fits(run, options)
-    return jax.jit(run, donate_argnums=0 if donate else None, compiler_options=options)
 
 
 def _copied_bytes(before: Any, result: Any) -> int:
@@ -435,8 +552,5 @@ def _donating_what_fits(run: Function, options: dict[str, str] | None) -> Functi
     return call
 
 
-_compiled = functools.lru_cache(maxsize=1024, typed=True)(_compile)
-
-
 with jax.ensure_compile_time_eval():
-    _OUTSIDE = trace_state()
+    OUTSIDE = trace_state()

@@ -249,6 +249,34 @@ def test_uses_versions_and_lookups_are_compiled_once():
     assert not traced
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "options", "match"),
+    [
+        ("add", (jnp.arange(2.0),), {"donate": 1}, "donate is 1; expected True or False"),
+        ("add", (jnp.arange(2.0), 1), {}, "positional argument"),
+        ("add", (jnp.arange(2.0),), {"items": jnp.arange(2.0)}, "multiple values"),
+        ("add", (jnp.arange(2.0),), {"env_ids": np.arange(2)}, "env_ids was given"),
+        ("sample", (jax.random.key(0), True), {}, "batch_size is True"),
+        ("sample", (jax.random.key(0), 2), {"donate": True}, "donate was given"),
+        ("sample", (jax.random.key(0), 2), {"beta": np.nan}, "beta is nan"),
+        ("update_priority", ([[1.0], [1.0, 2.0]],), {}, "priority is a list"),
+    ],
+)
+def test_calls_that_are_right_let_none_through_that_is_not(name, wrong, options, match):
+    """The classes of arguments say how a call enters its program, and of most not the values."""
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8, sampler=jaxbuf.Prioritized())
+    for donate in (True, False):
+        buffer = jaxbuf.add(buffer, jnp.arange(2.0), donate=donate)
+    for weights in ({}, {"beta": 0.4}):
+        slots = jaxbuf.sample(buffer, jax.random.key(0), 2, **weights).slots
+    for priority in (np.ones(2), jnp.ones(2)):
+        buffer = jaxbuf.update_priority(buffer, slots, priority)
+    args = (slots, *wrong) if name == "update_priority" else wrong
+    with pytest.raises((TypeError, ValueError), match=match):
+        getattr(jaxbuf, name)(buffer, *args, **options)
+    assert buffer.size == 4
+
+
 def test_the_functions_work_inside_a_users_transformations():
     def steps(buffer, key, by):
         buffer = by.add(buffer, full(3.0), mask=jnp.ones(8, bool))

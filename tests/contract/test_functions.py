@@ -14,7 +14,7 @@ from flax import nnx
 import jaxbuf
 from jaxbuf.buffers import buffer as any_buffer
 from jaxbuf.buffers import doors
-from jaxbuf.core import advice, program
+from jaxbuf.core import advice
 
 ITEM = {"obs": jnp.float32(0), "value": jnp.float32(0)}
 
@@ -201,5 +201,12 @@ def test_the_warning_of_many_shapes_keeps_no_configuration():
 
 
 def test_programs_of_many_configurations_are_not_kept_for_ever():
-    for cache in (program._compiled, doors._program, any_buffer._methods, any_buffer._parameters):
+    made = jaxbuf.ItemBuffer.add.program
+    for cache in (
+        made.entry,
+        made.compiled,
+        doors._program,
+        any_buffer._methods,
+        any_buffer._parameters,
+    ):
         assert cache.cache_info().maxsize
