@@ -68,7 +68,8 @@ class SampleOptions(WindowOptions, WeightOptions, total=False):
 def _check_beta(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a draw, after a check of a ``beta`` that tracing would hide."""
     del buffer
-    return arguments | {"beta": check_beta(arguments["beta"])}
+    arguments["beta"] = check_beta(arguments["beta"])
+    return arguments
 
 
 class PartOptions(TypedDict, total=False):
