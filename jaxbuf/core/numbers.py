@@ -222,7 +222,9 @@ def convert(value: Any, name: str, dtype: Dtype, *, infinite: bool = False) -> A
         ValueError: version[1] is 1099511627776; expected an integer from -2147483648 to \
 2147483647, as int32 holds them
     """
-    if getattr(value, "dtype", None) == dtype:
+    own = getattr(value, "dtype", None)
+    # NumPy takes None for float64.
+    if own is not None and own == dtype:
         return value.copy() if isinstance(value, np.ndarray) else value
     if isinstance(value, jax.core.Tracer):
         return value

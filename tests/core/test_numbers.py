@@ -153,7 +153,9 @@ def test_environments_are_named_by_integers_that_fit():
 
 
 def test_python_numbers():
-    assert convert(3, "x", np.dtype("int32")).dtype == np.int32
+    # NumPy's float64 equals None, which is the dtype of a number that has none.
+    for dtype in map(np.dtype, ("int32", "float32", "float64")):
+        assert convert(3, "x", dtype).dtype == dtype
     for number in (2**31, 2**64, -(2**80)):
         with pytest.raises(ValueError, match=refusal("x", number, "int32")):
             convert(number, "x", np.dtype("int32"))
