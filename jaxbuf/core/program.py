@@ -4,7 +4,8 @@ Inside a transformation of the caller, such as ``jax.jit`` or ``jax.vmap``, a pr
 function. Called from Python it is compiled once for each shape and configuration, so that a call is
 one program and not one for each operation on an array. The function checks its arguments itself,
 which happens while it is traced. Only what it could not see there is looked at before: the numbers
-of NumPy's 64-bit arrays, which JAX would truncate, and whether the buffer was donated.
+of NumPy's 64-bit arrays, which JAX would truncate, and whether the buffer was donated. Which of the
+arguments these are follows from their classes, and is remembered for them; see ``Entry``.
 
 A program that takes a function of the caller is compiled at each call instead, and then dropped:
 the function may be a method of an agent that has learned since, which no comparison would show.
@@ -271,8 +272,11 @@ class Program:
             return result
         except (TypeError, OverflowError, ValueError, RuntimeError) as error:
             wrong = error
-        self._explain(wrong, args, options, donate)
-        raise wrong
+        try:
+            self._explain(wrong, args, options, donate)
+            raise wrong
+        finally:
+            del wrong  # It has this frame, which has the buffer.
 
     def _entry(self, kind: type, names: tuple[str, ...], *kinds: type) -> Entry:
         """Returns how a call enters the program.

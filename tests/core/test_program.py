@@ -1,6 +1,9 @@
 """Operations: one function, compiled once when it is called from Python."""
 
+import contextlib
 import functools
+import gc
+import weakref
 
 import chex
 import jax
@@ -69,6 +72,21 @@ def test_it_is_one_program_outside_of_transformations():
         assert add(x, n=5) == 6
     assert add.__name__ == "add"
     assert functools.reduce(lambda y, _: add(y), range(3), x) == 4
+
+
+@pytest.mark.parametrize("wrong", [np.array(["a"]), np.zeros((2, 3), np.float32)])
+def test_an_error_does_not_keep_the_buffer(wrong):
+    buffer = jaxbuf.ItemBuffer.create(jnp.zeros(4), 64)
+    data = weakref.ref(buffer.data)
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            buffer = jaxbuf.add(buffer, wrong)
+        assert buffer.size == 0
+        del buffer
+        assert data() is None
+    finally:
+        gc.enable()
 
 
 def test_static_arguments_of_other_types_are_other_programs():
