@@ -33,8 +33,8 @@ from jaxbuf.buffers.slotted import (
     SlottedBuffer,
     WeightOptions,
 )
-from jaxbuf.core import checks, guesses
-from jaxbuf.core.program import OUTSIDE, Entry, OwnPrograms, Program
+from jaxbuf.core import advice, checks, guesses
+from jaxbuf.core.program import OUTSIDE, Entry, OwnPrograms, Program, is_outside
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import Arrays, Count, Function, Key, Number
 from jaxbuf.core.versions import trace_state
@@ -103,7 +103,7 @@ def call(
         options = given(options, operation.nones if operation else ())
     if not args and declared.__name__ == "add" and not {"items", "steps"} & options.keys():
         raise TypeError(f"add() has no items; {guesses.ANSWERS['add']}")
-    if donate is not ... and operation is not None and not operation.changes:
+    if donate is True and operation is not None and not operation.changes:
         options["donate"] = donate  # Which it does not take.
     function = check_options(buffer, declared.__name__, options)
     donates = donate is True or (donate is not ... and checks.check_flag("donate", donate))
@@ -141,14 +141,13 @@ def _entry(
     made = _program(method)
     given = dict(zip([*made.names[: count - 1], *names], kinds[1:], strict=False))
     twice_or_unknown = len(given) < len(kinds) - 1
-    if twice_or_unknown or not given.keys() >= made.required or type(...) in kinds:
+    if twice_or_unknown or not given.keys() >= made.required:
         return None
-    if donates and given.pop("donate", bool) is not bool:
+    if {type(None), type(...)} & {*kinds[count:]}:
+        return None  # An option that is not given, or is None: ``given`` knows.
+    if given.pop("donate", bool) is not bool or ("donate" in names and not donates):
         return None
-    operation: Operation | None = vars(declared).get("operation")
-    nones = operation.nones if operation else ()
-    taken = tuple(name for name in given if given[name] is not type(None) or name in nones)
-    if untaken(method, taken) is not None:
+    if untaken(method, tuple(given)) is not None:
         return None
     return made.entry(kinds[0], tuple(given), *given.values())
 
@@ -187,11 +186,14 @@ def _as_declared(declared: Function, options: type | None = None) -> Callable[[D
     return compare
 
 
-def _door(declared: Function, options: type | None = None) -> Callable[[Door], Door]:
+def _door(
+    declared: Function, options: type | None = None, looks: Callable[[], int] | None = None
+) -> Callable[[Door], Door]:
     """Returns a decorator for the function of an operation, whose docstrings it joins.
 
     Unless an overload was compared with the declaration before, the function is; see
-    ``_as_declared``.
+    ``_as_declared``. The function itself runs if the classes of its arguments leave something to
+    check, and as long as ``looks`` returns more than 0.
     """
 
     def decorate(function: Door) -> Door:
@@ -210,7 +212,7 @@ def _door(declared: Function, options: type | None = None) -> Callable[[Door], D
                 entry = entry_of(*map(type, args), *kinds, names=tuple(options))
             else:
                 entry = entry_of(*map(type, args))
-            if entry is not None and trace_state() == OUTSIDE:
+            if entry and not (looks and looks()) and trace_state() == OUTSIDE:
                 donate = options.pop("donate", True) if donates else False
                 return entry.program.outside(args, options, donate, entry)
             if options.keys() <= names:
@@ -373,7 +375,7 @@ def next_batch(
     return call(SlottedBuffer.next_batch, buffer, key, batch_size, donate=donate, **options)
 
 
-@_door(SlottedBuffer.update_priority)
+@_door(SlottedBuffer.update_priority, looks=advice.looks_left)
 def update_priority(
     buffer: AnyBuffer,
     slots: Slots,
@@ -397,6 +399,8 @@ def update_priority(
         >>> round(float(buffer.metrics()["priority_max"]), 3)
         7.0
     """
+    if advice.looks_left() and is_outside():
+        advice.note_priorities(priority, mask)
     return call(SlottedBuffer.update_priority, buffer, slots, priority, mask=mask, donate=donate)
 
 

@@ -10,7 +10,6 @@ from jaxbuf.buffers.arguments import Where, check_offsets
 from jaxbuf.buffers.buffer import Buffer, By
 from jaxbuf.buffers.operation import Operation, operation
 from jaxbuf.buffers.sample import Normalization, Sample, Steps, StepsAround, Within, check_beta
-from jaxbuf.core import advice
 from jaxbuf.core.slots import Slots
 from jaxbuf.core.types import (
     Arrays,
@@ -267,7 +266,6 @@ class SlottedBuffer(Buffer):
         needs="priorities",
         keeps=("data", "extra_states"),
         reads=("occupancy", "hyperparameters"),
-        before=advice.note_priorities,
     )
     def update_priority(
         self,

@@ -65,30 +65,28 @@ def note_shapes(buffer: PyTree, items: PyTree, call: str) -> None:
     )
 
 
-def note_priorities(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]:
+def looks_left() -> int:
+    """Returns the number of calls whose priorities ``note_priorities`` would look at."""
+    return _looks_left
+
+
+def note_priorities(priority: Any, mask: Any) -> None:
     """Looks at the priorities of the first few calls, and warns once if one is negative.
 
-    It waits until they are computed. Those on devices of other processes are not looked at.
-
-    Returns:
-        The arguments of the call, as they are.
+    It waits until they are computed. Those on devices of other processes are not looked at, nor
+    what the call has an error for.
     """
     global _looks_left
-    del buffer
-    if not _looks_left:
-        return arguments
-    priority: Any = arguments.get("priority")
-    mask: Any = arguments.get("mask")
     if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in (priority, mask)):
-        return arguments
+        return
     try:
-        if np.size(priority) > _LOOKED_ROWS:
-            return arguments
+        if not _looks_left or np.size(priority) > _LOOKED_ROWS:
+            return
         negative = np.asarray(priority) < 0
         if mask is not None:
             negative = negative & np.asarray(mask)
     except (TypeError, ValueError):
-        return arguments  # The call has a better error.
+        return
     _looks_left -= 1
     if np.any(negative):
         _looks_left = 0
@@ -97,7 +95,6 @@ def note_priorities(buffer: object, arguments: dict[str, Any]) -> dict[str, Any]
             'metrics()["rejected"]; of signed TD errors pass jnp.abs(td_error)',
             stacklevel=caller_level(),
         )
-    return arguments
 
 
 def caller_level() -> int:

@@ -186,17 +186,15 @@ class Program:
         Raises:
             ValueError: If the first argument of a method was donated, or is a batch of buffers.
         """
-        first: Any = None
         if self.is_method:
             if not args:
                 return self.function(**options)  # Python says what is missing.
-            first = args[0]
-            alone = isinstance(first, OwnPrograms)
+            alone = isinstance(args[0], OwnPrograms)
         else:
             alone = any(isinstance(x, OwnPrograms) for x in args)
         if alone or trace_state() != OUTSIDE:
             if self.is_method:
-                args = (check_single(first), *args[1:])
+                args = (check_single(args[0]), *args[1:])
             return self.answered(*args, **options)
         return self.outside(args, options, donate)
 

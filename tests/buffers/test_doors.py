@@ -277,6 +277,30 @@ def test_calls_that_are_right_let_none_through_that_is_not(name, wrong, options,
     assert buffer.size == 4
 
 
+def test_options_that_are_none_are_ignored():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8, sampler=jaxbuf.Prioritized())
+    buffer, key = jaxbuf.add(buffer, jnp.arange(4.0), mask=None, donate=True), jax.random.key(0)
+    ranges = {"start": None, "stop": None, "by_priority": None, "replacement": None}
+    double = functools.partial(jaxbuf.map_field, buffer, None, lambda x: 2 * x, donate=False)
+    for given, left_out in (
+        (jaxbuf.sample_range(buffer, key, 3, **ranges), jaxbuf.sample_range(buffer, key, 3)),
+        (jaxbuf.sample(buffer, key, 3, beta=None, within=None), jaxbuf.sample(buffer, key, 3)),
+        (double(batch_size=None), double()),
+        (jaxbuf.set_hyperparameters(buffer, alpha=None, donate=False), buffer),
+    ):
+        chex.assert_trees_all_equal(given, left_out)
+
+
+def test_what_changes_nothing_may_be_told_not_to_donate():
+    buffer = jaxbuf.ItemBuffer.create(jnp.float32(0), 8).add(jnp.arange(4.0))
+    parts = [jax.tree.map(jnp.copy, buffer) for _ in range(2)]
+    for each in (buffer, jaxbuf.Mixture.create(parts, [1, 1])):
+        assert jaxbuf.sample(each, jax.random.key(0), 2, donate=False).valid.all()
+        with pytest.raises(ValueError, match="donate was given"):
+            jaxbuf.sample(each, jax.random.key(0), 2, donate=True)
+        assert each.size > 0
+
+
 def test_the_functions_work_inside_a_users_transformations():
     def steps(buffer, key, by):
         buffer = by.add(buffer, full(3.0), mask=jnp.ones(8, bool))
